@@ -1,0 +1,163 @@
+"""Loads the compiled modules and registers their FFI targets; the only place that knows what is available and why."""
+
+import dataclasses
+import functools
+import importlib
+import pathlib
+import re
+import warnings
+
+import jax
+
+TARGET_PREFIX = "jaxnorm_"
+
+# jax.ffi spells the platform of a target one way, lowering rules another.
+_FFI_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One compiled module: what it offers, or why it offers nothing."""
+
+    platform: str
+    targets: frozenset[str] = frozenset()
+    reason: str = ""  # empty when the targets are registered
+    ffi_version: tuple[int, int] | None = None
+    details: str = ""
+
+    @property
+    def available(self) -> bool:
+        return not self.reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What jaxnorm compiled, loaded and registered. `repr` is meant to be read by people."""
+
+    version: str
+    jax_version: str
+    runtime_ffi_version: tuple[int, int] | None
+    modules: tuple[Module, ...]
+
+    def __repr__(self) -> str:
+        runtime = _dotted(self.runtime_ffi_version)
+        lines = [f"jaxnorm {self.version} (jax {self.jax_version}, XLA FFI {runtime})"]
+        for m in self.modules:
+            if m.available:
+                built = f"built for XLA FFI {_dotted(m.ffi_version)}{m.details}"
+                lines.append(f"  {m.platform:<5} {len(m.targets)} kernels registered, {built}")
+            else:
+                lines.append(f"  {m.platform:<5} plain XLA formulas: {m.reason}")
+        return "\n".join(lines)
+
+
+def _dotted(version: tuple[int, int] | None) -> str:
+    return "unknown" if version is None else ".".join(map(str, version))
+
+
+@functools.cache
+def _runtime_ffi_version() -> tuple[int, int] | None:
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text()
+    except OSError:
+        return None
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if not all(numbers):
+        return None
+    return tuple(int(n.group(1)) for n in numbers)
+
+
+def _abi_problem(built: tuple[int, int]) -> str:
+    """Why handlers built for FFI version `built` must not be registered, or "".
+
+    XLA takes handlers of its own or an older minor version. A newer one does not merely fail: once it is registered,
+    every later start of a JAX backend raises. So this is checked before anything is registered.
+    """
+    runtime = _runtime_ffi_version()
+    if runtime is None:
+        return f"cannot find the XLA FFI version of the installed jaxlib (built for {_dotted(built)})"
+    if built[0] == runtime[0] and built[1] <= runtime[1]:
+        return ""
+    return (
+        f"built for XLA FFI {_dotted(built)}, but the installed jaxlib has {_dotted(runtime)}; "
+        "upgrade jaxlib or reinstall jaxnorm"
+    )
+
+
+def _cuda_problem(cuda) -> tuple[str, str]:
+    """(reason why no kernel can run on this machine's GPUs or "", detail for the status line)."""
+    devices, error = cuda.devices()
+    toolkit = f"{cuda.CUDART_VERSION // 1000}.{cuda.CUDART_VERSION % 1000 // 10}"
+    built = f", CUDA {toolkit} for sm_{cuda.ARCHITECTURES.replace(',', ', sm_')}"
+    if not devices:
+        return "", f"{built}; no device ({error or 'none found'})"
+    for name, major, minor in devices:
+        if not any(_runs_on(arch, major, minor) for arch in cuda.ARCHITECTURES.split(",")):
+            fix = f"rebuild with JAXNORM_CUDA_ARCHITECTURES={major}{minor}"
+            return f"{name} is sm_{major}{minor}, built for sm_{cuda.ARCHITECTURES}; {fix}", built
+    names = ", ".join(sorted({name for name, _, _ in devices}))
+    return "", f"{built}; {len(devices)} x {names}"
+
+
+def _runs_on(arch: str, major: int, minor: int) -> bool:
+    """Whether code for CMake architecture `arch` ("90", "90-real", "80-virtual") runs on sm_<major><minor>."""
+    number, _, kind = arch.partition("-")
+    built = (int(number[:-1]), int(number[-1]))
+    machine_code = built[0] == major and built[1] <= minor
+    ptx = built <= (major, minor)
+    return {"real": machine_code, "virtual": ptx}.get(kind, machine_code or ptx)
+
+
+@functools.cache
+def module(platform: str) -> Module:
+    """Loads and registers the module for `platform` ("cpu" or "cuda") the first time it is asked for."""
+    try:
+        extension = importlib.import_module(f"jaxnorm._{platform}")
+    except ModuleNotFoundError:
+        return Module(platform, reason="not built")
+    except ImportError as error:
+        return Module(platform, reason=f"cannot be imported ({error})")
+    built = tuple(extension.XLA_FFI_API_VERSION)
+    reason, details = _abi_problem(built), ""
+    if not reason and platform == "cuda":
+        reason, details = _cuda_problem(extension)
+    if reason:
+        return Module(platform, reason=reason, ffi_version=built)
+    targets = extension.targets()
+    for name, handler in targets.items():
+        jax.ffi.register_ffi_target(
+            TARGET_PREFIX + name, handler, platform=_FFI_PLATFORM[platform], api_version=1
+        )
+    return Module(platform, frozenset(targets), ffi_version=built, details=details)
+
+
+@functools.cache
+def warn_fallback(platform: str) -> None:
+    """Says once that a platform which should have kernels runs the plain formulas."""
+    warnings.warn(
+        f"jaxnorm: no {platform} kernels, using plain XLA formulas: {module(platform).reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def status() -> Status:
+    """What was compiled, loaded and registered, and why something was not.
+
+    Returns:
+      An object with `version`, `jax_version`, `runtime_ffi_version` and `modules`, one entry per platform with
+      `available`, `targets` and `reason`. Its repr is a few readable lines.
+
+    >>> import jaxnorm
+    >>> jaxnorm.status().modules[0].platform
+    'cpu'
+    """
+    from jaxnorm import __version__
+
+    modules = tuple(module(platform) for platform in _FFI_PLATFORM)
+    return Status(__version__, jax.__version__, _runtime_ffi_version(), modules)
+
+
+for _platform in _FFI_PLATFORM:
+    module(_platform)

@@ -1,0 +1,270 @@
+"""How an operation becomes a JAX primitive; the only home of `jax.interpreters`, `jax._src` and partitioning.
+
+A primitive has one reference formula and, on platforms whose module is loaded, one FFI target. Its lowering picks:
+
+  ====================================================  =========================================
+  platform without kernels, or implementation="xla"     the reference formula
+  one device, or all mesh axes manual (shard_map)       the FFI call
+  several devices (jit with shardings)                  `custom_partitioning` around the primitive
+  some mesh axes manual; `jax.export` for several       the reference formula (XLA partitions it)
+  ====================================================  =========================================
+
+`custom_partitioning` has no differentiation or batching rules, so it appears only here, below both.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax._src import dispatch  # private: see the last line of `define_primitive`
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxnorm import _lib
+
+KERNEL_PLATFORMS = ("cpu", "cuda")
+
+NOT_MAPPED = None  # what a batching rule gets for an operand without a mapped axis
+
+Spec = tuple  # one entry per dimension: None, an axis name, or a tuple of axis names
+
+
+# ---- abstract values ----
+
+
+def aval_like(x, shape=None, dtype=None, spec=None):
+    """The abstract value of a result that lives where x does.
+
+    Unlike a new ShapedArray, `update` keeps x's mesh, memory space and varying manual axes; without the last, shard_map(check_vma=True) would
+    return wrong values silently. `spec` is needed where the rank or a sharded dimension changes.
+    """
+    changes = {"sharding": x.sharding.update(spec=PartitionSpec(*spec))} if spec is not None else {}
+    return x.update(
+        shape=x.shape if shape is None else shape,
+        dtype=x.dtype if dtype is None else np.dtype(dtype),
+        weak_type=False,
+        **changes,
+    )
+
+
+def spec_of(aval) -> Spec:
+    """Sharding of an abstract value, one entry per dimension."""
+    entries = tuple(aval.sharding.spec)
+    return entries + (None,) * (aval.ndim - len(entries))
+
+
+def axis_names(entry) -> tuple:
+    """The mesh axes of one entry of a Spec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def vary_alike(*args):
+    """Casts operands to one set of varying manual axes, as `jax.lax` operations do before they bind."""
+    varying = [jax.typeof(a).mat.varying for a in args]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(a, tuple(union - v), to="varying") if union - v else a
+        for a, v in zip(args, varying, strict=True)
+    ]
+
+
+# ---- definition ----
+
+
+def define_formula(name: str, *, abstract: Callable, formula: Callable) -> Primitive:
+    """Builds a primitive that is the formula on every platform: XLA fuses it, rules of our own differentiate it."""
+    primitive = Primitive(_lib.TARGET_PREFIX + name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(formula, multiple_results=True))
+    return primitive
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """How a call is split over a mesh.
+
+    Attributes:
+      operands: one Spec per operand.
+      results: one Spec per result.
+      local: the function that each device runs on its blocks; None when it is the primitive itself.
+    """
+
+    operands: Sequence[Spec]
+    results: Sequence[Spec]
+    local: Callable | None = None
+
+
+def define_primitive(
+    name: str,
+    *,
+    abstract: Callable,
+    reference: Callable,
+    attributes: Callable[..., dict],
+    sharding_rule: Callable[..., SdyShardingRule],
+    partition: Callable[..., Partition],
+    scratch: Callable[..., int] | None = None,
+) -> Primitive:
+    """Builds the primitive `jaxnorm_<name>`, which has several results, from its five parts.
+
+    Every part takes the primitive's parameters as keywords; all have `implementation` (None, "kernel", "xla").
+
+    Args:
+      name: stem of the primitive's and of the FFI target's name.
+      abstract: (*avals, **params) -> list of result avals.
+      reference: (*operands, **params) -> list of results, in jax.numpy.
+      attributes: (**params) -> attributes of the FFI call.
+      sharding_rule: (operand_shapes, result_shapes, **params) -> which dimensions are the same.
+      partition: (mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params) -> Partition.
+      scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
+        additional result.
+
+    Returns:
+      The primitive, without differentiation and batching rules.
+    """
+    primitive = define_formula(name, abstract=abstract, formula=reference)
+    target = primitive.name
+    lower_reference = mlir.lower_fun(reference, multiple_results=True)
+
+    # The parameters are the first, static argument: the number of operands varies.
+    def bind(params, *operands):
+        return primitive.bind(*operands, **dict(params))
+
+    def partition_call(params, mesh, operand_infos, result_infos):
+        specs = [[spec_of(info) for info in infos] for infos in (operand_infos, result_infos)]
+        shapes = [[info.shape for info in infos] for infos in (operand_infos, result_infos)]
+        plan = partition(mesh, *specs, *shapes, **dict(params))
+        local = plan.local or functools.partial(primitive.bind, **dict(params))
+
+        def per_device(*blocks):
+            # Traced while XLA compiles, under whatever jax.set_mesh is then active; with Explicit axes, jax.numpy
+            # would emit sharding annotations into a module that is partitioned already.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return list(local(*blocks))
+
+        def sharding(spec):
+            return NamedSharding(mesh, PartitionSpec(*spec))
+
+        return (
+            mesh,
+            per_device,
+            [sharding(s) for s in plan.results],
+            tuple(sharding(s) for s in plan.operands),
+        )
+
+    def rule(params, _mesh, operand_types, result_types):
+        shapes = [[tuple(t.shape) for t in types] for types in (operand_types, result_types)]
+        return sharding_rule(*shapes, **dict(params))
+
+    partitioned = custom_partitioning(bind, static_argnums=(0,))
+    partitioned.def_partition(partition=partition_call, sharding_rule=rule)
+
+    def lower_partitioned(*operands, **params):
+        return partitioned(tuple(sorted(params.items())), *operands)
+
+    lower_partitioned = mlir.lower_fun(lower_partitioned, multiple_results=True)
+
+    def lower_default(ctx, *operands, **params):
+        return _formula(ctx, operands, params, f"platform {'/'.join(ctx.module_context.platforms)}")
+
+    def _formula(ctx, operands, params, where):
+        if params["implementation"] == "kernel":
+            raise ValueError(
+                f"{name.split('_')[0]}: implementation must be None or 'xla' for {where}, which has no kernel, "
+                "got 'kernel'. Use implementation=None to fall back by itself."
+            )
+        return lower_reference(ctx, *operands, **params)
+
+    def lower_kernel(platform, ctx, *operands, **params):
+        if params["implementation"] == "xla":
+            return lower_reference(ctx, *operands, **params)
+        if not _lib.module(platform).available:
+            _lib.warn_fallback(platform)
+            reason = _lib.module(platform).reason
+            return _formula(ctx, operands, params, f"platform {platform} ({reason})")
+        match _placement(ctx):
+            case "one device":
+                return _ffi_call(ctx, operands, params, platform)
+            case "partition":
+                return lower_partitioned(_with_mesh(ctx), *operands, **params)
+            case reason:
+                return _formula(ctx, operands, params, reason)
+
+    def _ffi_call(ctx, operands, params, platform):
+        extra = scratch(*ctx.avals_in, **params) if scratch and platform == "cuda" else None
+        if extra is not None:
+            aval = jax.core.ShapedArray((extra,), np.float32)
+            ctx = ctx.replace(avals_out=[*ctx.avals_out, aval])
+        results = jax.ffi.ffi_lowering(target)(ctx, *operands, **attributes(**params))
+        return results if extra is None else results[:-1]
+
+    mlir.register_lowering(primitive, lower_default)
+    for platform in KERNEL_PLATFORMS:
+        mlir.register_lowering(
+            primitive, functools.partial(lower_kernel, platform), platform=platform
+        )
+    # custom_partitioning needs the devices while its call is lowered. jit decides by looking for primitives in this
+    # set, and does not see through a lowering rule.
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    return primitive
+
+
+def _placement(ctx) -> str:
+    """Where this call will run: "one device", "partition", or the reason why only the formula can be lowered."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, mlir.SPMDAxisContext):
+        if set(context.manual_axes) == set(context.mesh.axis_names):
+            return "one device"  # each device runs its own block
+        # custom_partitioning below a partially manual shard_map aborts the process inside XLA.
+        return "a shard_map with some axes manual"
+    if not isinstance(context, mlir.ShardingContext) or context.num_devices == 1:
+        return "one device"
+    if ctx.module_context.lowering_parameters.for_export:
+        return "jax.export for several devices"  # the partitioner is a Python callback: it cannot be serialised
+    if context.device_assignment is None or _mesh(context) is None:
+        return "several devices without a mesh"
+    return "partition"
+
+
+def _mesh(context: mlir.ShardingContext) -> AbstractMesh | None:
+    if context.abstract_mesh is not None:
+        return context.abstract_mesh
+    # Only jax.set_mesh is active: JAX re-enters the equation's own context around its lowering.
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if not mesh.empty and mesh.size == context.num_devices else None
+
+
+def _with_mesh(ctx):
+    """`ctx` with the mesh written where custom_partitioning looks for it."""
+    context = ctx.module_context.axis_context
+    context = mlir.ShardingContext(
+        context.num_devices, context.device_assignment, _mesh(context)
+    )
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+
+
+def mesh_size(mesh: Mesh | AbstractMesh, entry) -> int:
+    """Number of blocks that a dimension with this entry of a Spec is cut into."""
+    return int(np.prod([mesh.shape[name] for name in axis_names(entry)], dtype=np.int64))
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export(..., disabled_checks=...)` needs to serialise jaxnorm's custom calls.
+
+    JAX refuses to export custom calls it does not know. jaxnorm's target names and attributes are a versioned ABI,
+    so a program exported today runs under later releases of the same major version.
+
+    >>> import jax, jaxnorm, jax.numpy as jnp
+    >>> exported = jax.export.export(jax.jit(jaxnorm.softmax), disabled_checks=jaxnorm.export_checks())(jnp.ones(4))
+    >>> jax.export.deserialize(exported.serialize()).call(jnp.ones(4)).shape
+    (4,)
+    """
+    names = sorted(set().union(*(_lib.module(p).targets for p in KERNEL_PLATFORMS)))
+    return [jax.export.DisabledSafetyCheck.custom_call(_lib.TARGET_PREFIX + n) for n in names]

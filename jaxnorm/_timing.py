@@ -1,0 +1,408 @@
+"""Times calls: kernel time on a GPU, wall-clock on a CPU. Used by `python -m jaxnorm` and by `bench/`.
+
+On a GPU the figure is the sum of the durations of the kernels that one call launches, as CUPTI reports them: launch
+gaps and Python are left out. CUPTI records every kernel of the process, whichever library launched it, so other
+frameworks are timed by the same clock. Each call works on its own set of buffers, so that between two uses of a set
+more data has moved than the L2 cache holds.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import math
+import pathlib
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+Event = tuple[str, float]  # kernel name, seconds
+
+# A set is cold again once this many times the L2's size has passed through the cache.
+ROTATION_FACTOR = 2.5
+MAX_SETS = 64
+
+_MATMUL = re.compile(r"gemm|cutlass|cublas|nvjet|xmma|wgmma|matmul|splitk|_dot_|\bdot\b", re.IGNORECASE)
+
+# The three places where jaxlib has kept the extension behind `jax.experimental.mosaic.gpu.profiler`. Importing it here
+# avoids that module's other imports, and its `measure`, which keeps every output alive and cannot rotate inputs.
+_CUPTI_MODULES = (
+    "jaxlib.mosaic.gpu._mosaic_gpu_ext",
+    "jax_cuda12_plugin._mosaic_gpu_ext",
+    "jax_cuda13_plugin._mosaic_gpu_ext",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Something to time: `run(i)` starts one call on buffer set i, `wait` blocks until its result is there."""
+
+    run: Callable[[int], object]
+    sets: int = 1
+    wait: Callable[[object], object] = jax.block_until_ready
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Durations of single calls, in seconds, and how they were read."""
+
+    seconds: tuple[float, ...]
+    clock: str
+    kernels: int | None = None  # per call
+    matmul_seconds: float = 0.0  # median part of a call spent in matrix multiplications
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def quantile(self, q: float) -> float:
+        ordered = sorted(self.seconds)
+        position = q * (len(ordered) - 1)
+        low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+        return low + (high - low) * (position - math.floor(position))
+
+    @property
+    def spread(self) -> float:
+        """Half the distance from the 10th to the 90th percentile, relative to the median."""
+        return (self.quantile(0.9) - self.quantile(0.1)) / 2 / self.median
+
+
+def ratio_spread(a: float, b: float) -> float:
+    """Relative spread of a ratio of two medians with relative spreads `a` and `b`."""
+    return math.hypot(a, b)
+
+
+# ---- clocks ----
+
+
+def _cupti_extension():
+    for name in _CUPTI_MODULES:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError("this jaxlib has no CUPTI bindings (_mosaic_gpu_ext)")
+
+
+def _cupti_events(body: Callable[[], None]) -> list[Event]:
+    """Kernels launched while `body` runs, as `jax.experimental.mosaic.gpu.profiler.Cupti` collects them."""
+    extension = _cupti_extension()
+    extension._cupti_init()
+    try:
+        body()
+    finally:
+        # True: detach CUPTI afterwards, which older CUPTI versions need before it can be attached again.
+        events = extension._cupti_get_timings(True)
+    return [(name, milliseconds * 1e-3) for name, milliseconds in events]
+
+
+def _trace_events(body: Callable[[], None]) -> list[Event]:
+    """What the device's streams did while `body` ran (kernels, copies, fills), from a `jax.profiler` trace."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            body()
+        files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
+        return stream_events(jax.profiler.ProfileData.from_file(str(files[0])))
+
+
+def stream_events(profile) -> list[Event]:
+    """Events on the streams of a profile's GPU planes, in order of their start."""
+    events = [
+        (event.start_ns, event.name, event.duration_ns * 1e-9)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU:")
+        for line in plane.lines
+        if line.name.startswith("Stream")  # other lines repeat the same time by operation or module
+        for event in line.events
+    ]
+    return [(name, seconds) for _, name, seconds in sorted(events)]
+
+
+_KERNEL_CLOCKS = {"cupti": _cupti_events, "trace": _trace_events}
+CLOCKS = ("auto", *_KERNEL_CLOCKS, "wall")
+
+
+@functools.cache
+def find_clock(wanted: str = "auto") -> tuple[str, str]:
+    """The clock to use on JAX's default device, and why a better one was passed over (or "").
+
+    A clock is taken when three calls of a one-kernel function give three kernels of plausible length.
+    """
+    if wanted == "wall" or jax.default_backend() != "gpu":
+        return "wall", ""
+    x = jnp.arange(1 << 22, dtype=jnp.uint32)
+    flip = jax.jit(lambda x: x ^ 1)
+    jax.block_until_ready(flip(x))
+    reasons = []
+    for name in _KERNEL_CLOCKS if wanted == "auto" else (wanted,):
+        try:
+            events = _KERNEL_CLOCKS[name](lambda: jax.block_until_ready([flip(x) for _ in range(3)]))
+            if len(events) == 3 and all(1e-7 < seconds < 1e-2 for _, seconds in events):
+                return name, "; ".join(reasons)
+            reasons.append(f"{name}: three calls gave {events}")
+        except Exception as error:
+            reasons.append(f"{name}: {type(error).__name__}: {error}")
+    return "wall", "; ".join(reasons)
+
+
+def split_events(events: Sequence[Event], calls: int) -> tuple[list[float], int | None, float]:
+    """Durations of `calls` calls, kernels per call, and the median time of a call in matrix multiplications.
+
+    When the kernels cannot be shared out evenly and alike, one figure is returned: the mean, with None for the number
+    of kernels.
+
+    >>> split_events([("a", 1.0), ("b", 2.0), ("a", 1.5), ("b", 2.5)], calls=2)
+    ([3.0, 4.0], 2, 0.0)
+    """
+    if not events:
+        raise RuntimeError("the calls launched no kernel that the clock can see")
+    per_call, rest = divmod(len(events), calls)
+    groups = [events[i * per_call : (i + 1) * per_call] for i in range(calls)]
+    names = {tuple(name for name, _ in group) for group in groups}
+    if rest or len(names) > 1:
+        matmul = sum(seconds for name, seconds in events if _MATMUL.search(name))
+        return [sum(seconds for _, seconds in events) / calls], None, matmul / calls
+    matmul = [sum(seconds for name, seconds in group if _MATMUL.search(name)) for group in groups]
+    totals = [sum(seconds for _, seconds in group) for group in groups]
+    return totals, per_call, statistics.median(matmul)
+
+
+# ---- measuring ----
+
+
+class _Runner:
+    """Runs a workload on its sets in turn, keeping the latest output of each set.
+
+    Kept outputs make the next call write somewhere else: a result that lands where the last one did stays in the L2.
+    """
+
+    def __init__(self, workload: Workload):
+        self.workload = workload
+        self.outputs: list[object] = [None] * workload.sets
+        self.count = 0
+
+    def call(self):
+        index = self.count % self.workload.sets
+        self.count += 1
+        self.outputs[index] = None
+        self.outputs[index] = output = self.workload.run(index)
+        return output
+
+    def warm_up(self) -> float:
+        """Runs every set once and then times one call, for the choice of the number of calls."""
+        for _ in range(self.workload.sets + 1):
+            self.workload.wait(self.call())
+        start = time.perf_counter()
+        self.workload.wait(self.call())
+        return time.perf_counter() - start
+
+
+def measure(
+    workloads: Mapping[str, Workload],
+    *,
+    calls: int = 30,
+    rounds: int = 3,
+    budget: float = 1.0,
+    clock: str = "auto",
+) -> dict[str, Timing | Exception]:
+    """Times workloads alternately in this process; one that fails leaves its exception, not a hole in the others.
+
+    Args:
+      workloads: What to time, by name.
+      calls: On a GPU, calls per workload, spread over `rounds`.
+      rounds: On a GPU, how often to alternate between the workloads.
+      budget: With wall-clock, seconds to spend on each workload, between 5 and 60 calls.
+      clock: One of `CLOCKS`.
+
+    Returns:
+      A Timing, or the exception that was raised, for each workload.
+    """
+    name, _ = find_clock(clock)
+    results: dict[str, Timing | Exception] = {}
+    runners, slowest = {}, 0.0
+    for key, workload in workloads.items():
+        try:
+            runner = _Runner(workload)
+            slowest = max(slowest, runner.warm_up())
+            runners[key] = runner
+        except Exception as error:
+            results[key] = error
+    if name == "wall":
+        calls = max(5, min(60, int(budget / max(slowest, 1e-6))))
+        results |= _measure_wall(runners, calls)
+    else:
+        results |= _measure_kernels(runners, name, -(-calls // rounds), rounds)
+    return {key: results[key] for key in workloads}
+
+
+def _measure_wall(runners, calls) -> dict[str, Timing | Exception]:
+    seconds: dict[str, list[float]] = {key: [] for key in runners}
+    failed: dict[str, Timing | Exception] = {}
+    for turn in range(calls):
+        # Every other turn backwards: no workload always follows the same neighbour.
+        for key in list(runners)[:: 1 if turn % 2 == 0 else -1]:
+            if key in failed:
+                continue
+            runner = runners[key]
+            try:
+                start = time.perf_counter()
+                runner.workload.wait(runner.call())
+                seconds[key].append(time.perf_counter() - start)
+            except Exception as error:
+                failed[key] = error
+    done = {key: Timing(tuple(s), "wall") for key, s in seconds.items() if key not in failed}
+    return done | failed
+
+
+def _measure_kernels(runners, clock, calls, rounds) -> dict[str, Timing | Exception]:
+    parts: dict[str, list] = {key: [] for key in runners}
+    failed: dict[str, Timing | Exception] = {}
+
+    def run(runner):
+        output = None
+        for _ in range(calls):
+            output = runner.call()
+        runner.workload.wait(output)
+
+    for _ in range(rounds):
+        for key, runner in runners.items():
+            if key in failed:
+                continue
+            try:
+                events = _KERNEL_CLOCKS[clock](functools.partial(run, runner))
+                parts[key].append(split_events(events, calls))
+            except Exception as error:
+                failed[key] = error
+    done = {}
+    for key, found in parts.items():
+        if key in failed:
+            continue
+        kernels = {count for _, count, _ in found}
+        exact = len(kernels) == 1 and None not in kernels
+        done[key] = Timing(
+            tuple(s for totals, _, _ in found for s in totals),
+            clock if exact else f"{clock} mean",
+            kernels.pop() if exact else None,
+            statistics.median(matmul for _, _, matmul in found),
+        )
+    return done | failed
+
+
+# ---- the device ----
+
+
+@functools.cache
+def l2_bytes() -> int:
+    """Size of the GPU's L2 cache; 0 on a CPU or when the driver does not say."""
+    if jax.default_backend() != "gpu":
+        return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        value, device = ctypes.c_int(), ctypes.c_int()
+        l2_cache_size = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+            return 0
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), l2_cache_size, device):
+            return 0
+        return value.value
+    except (OSError, AttributeError):
+        return 0
+
+
+def rotation(bytes_per_set: int) -> tuple[int, bool]:
+    """How many buffer sets to rotate through, and whether each is then cold in the L2 cache.
+
+    On a CPU one set is used and nothing is promised.
+    """
+    l2 = l2_bytes()
+    if not l2:
+        return 1, False
+    needed = math.ceil(ROTATION_FACTOR * l2 / max(bytes_per_set, 1))
+    return min(max(needed, 1), MAX_SETS), needed <= MAX_SETS
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyRate:
+    """Bytes read plus bytes written per second by a large copy, the ceiling that fractions refer to."""
+
+    bytes_per_second: float
+    method: str
+    copy: float  # of `jnp.copy`
+    elementwise: float  # of one kernel that reads and writes each element once
+    size: int  # bytes of the array copied
+
+
+def copy_rate(clock: str = "auto") -> CopyRate:
+    """Measures the copy rate of JAX's default device, with arrays far larger than its caches where memory allows."""
+    on_gpu = jax.default_backend() == "gpu"
+    size = (1 << 29) if on_gpu else (1 << 26)
+    # Random bits: memory can look faster than it is on constant data.
+    x = jax.jit(lambda key: jax.random.bits(key, (size // 4,), jnp.uint32))(jax.random.key(0))
+    copy, flip = jax.jit(jnp.copy), jax.jit(lambda x: x ^ 1)
+    kernel = measure({"flip": Workload(lambda _: flip(x))}, calls=12, rounds=2, clock=clock)["flip"]
+    elementwise = 0.0 if isinstance(kernel, Exception) else 2 * size / kernel.median
+    if on_gpu:
+        copied = 2 * size / _seconds_per_copy(copy, x)
+        method = "jnp.copy, back-to-back wall-clock"
+    else:
+        timing = measure({"copy": Workload(lambda _: copy(x))}, budget=0.5)["copy"]
+        copied = 0.0 if isinstance(timing, Exception) else 2 * size / timing.median
+        method = "jnp.copy, wall-clock"
+    if elementwise > copied:
+        method = f"x ^ 1, {find_clock(clock)[0]}"
+    return CopyRate(max(copied, elementwise), method, copied, elementwise, size)
+
+
+def _seconds_per_copy(copy, x) -> float:
+    """Time of one copy in a queue of many: a copy is no kernel, and the queue hides the launches."""
+
+    def queue(n):
+        start = time.perf_counter()
+        y = None
+        for _ in range(n):
+            y = copy(x)
+        jax.block_until_ready(y)
+        return time.perf_counter() - start
+
+    queue(3)
+    return statistics.median((queue(30) - queue(10)) / 20 for _ in range(5))
+
+
+# ---- forward and backward apart ----
+
+
+def split_vjp(
+    function: Callable, example: Sequence, fixed: Sequence = ()
+) -> tuple[Callable, Callable]:
+    """`forward(args, fixed) -> (y, residuals)` and `backward(residuals, dy) -> dx`, each jitted by itself.
+
+    The residuals are what JAX keeps between the two when they are compiled apart. `dx` is the cotangent of the first
+    argument only: functions such as relu(x + y) give each argument the same one, and returning it twice costs a copy.
+
+    Args:
+      function: A function of arrays, called as `function(*args, *fixed)`.
+      example: The arguments that are differentiated (or ShapeDtypeStructs), with the shapes that will be used.
+      fixed: Further arguments.
+    """
+    trees = []
+
+    @jax.jit
+    def forward(args, fixed):
+        y, vjp = jax.vjp(lambda *args: function(*args, *fixed), *args)
+        residuals, tree = jax.tree.flatten(vjp)
+        trees.append(tree)
+        return y, residuals
+
+    @jax.jit
+    def backward(residuals, dy):
+        return jax.tree.unflatten(trees[0], residuals)(dy)[0]
+
+    forward.trace(tuple(example), tuple(fixed))
+    return forward, backward

@@ -1,0 +1,297 @@
+"""relu and add_relu, which save one bit per element for their derivative.
+
+Four primitives. The first two are what runs when nothing is differentiated: plain formulas, which XLA fuses with
+their neighbours. Differentiation replaces them by the next one, whose mask is all that the derivative needs.
+
+  relu, (add_relu is relu of a sum)     x -> y
+  relu_fwd                              x, [z] -> y = max(x + z, 0), mask = packbits(x + z > 0)
+  relu_bwd                              mask, t -> t where the bit is set, else 0    linear in t, its own transpose
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule
+from jax.interpreters import ad, batching
+from jax.typing import ArrayLike
+
+from jaxnorm import _check
+from jaxnorm._primitive import (
+    NOT_MAPPED,
+    Partition,
+    aval_like,
+    axis_names,
+    define_formula,
+    define_primitive,
+    mesh_size,
+    spec_of,
+    vary_alike,
+)
+
+
+def relu(x: ArrayLike, *, implementation: str | None = None) -> jax.Array:
+    r"""Rectified linear unit, :math:`y = \max(x, 0)`; backward keeps one bit per element instead of x or y.
+
+    Replaces `jax.nn.relu`. The derivative is 1 where x > 0 and 0 elsewhere, at 0 and at NaN too; it is selected, never
+    multiplied, so an infinite cotangent at a negative x gives 0. NaN passes through forward. Without differentiation
+    this is the plain formula, which XLA fuses with its neighbours. Empty arrays give empty arrays.
+
+    Args:
+      x: array of any shape; float16, bfloat16, float32 or float64.
+      implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the plain formula.
+
+    Returns:
+      Array of x's shape and dtype.
+
+    Raises:
+      TypeError: the dtype is not supported.
+      ValueError: "kernel" where there is none.
+
+    >>> import jax, jax.numpy as jnp, jaxnorm
+    >>> x = jnp.array([-1.0, 0.0, 2.0])
+    >>> jax.grad(lambda x: jaxnorm.relu(x).sum())(x)
+    Array([0., 0., 1.], dtype=float32)
+    """
+    _check.implementation("relu", implementation)
+    x = _check.float_array("relu", "x", x)
+    return _relu(x, implementation=implementation)
+
+
+def add_relu(x: ArrayLike, y: ArrayLike, *, implementation: str | None = None) -> jax.Array:
+    r"""Rectified sum, :math:`\max(x + y, 0)`, one pass; backward keeps one bit per element and reads nothing else.
+
+    The end of a residual block. x and y broadcast against each other and promote as in `x + y`; both cotangents are
+    the same masked array. Derivative, NaN and empty arrays as in `jaxnorm.relu`.
+
+    Args:
+      x: array; float16, bfloat16, float32 or float64.
+      y: array that x + y accepts. One pass needs x's shape and dtype; otherwise XLA forms the sum first.
+      implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the plain formula.
+
+    Returns:
+      Array of the shape and dtype of x + y.
+
+    Raises:
+      TypeError: a dtype is not supported.
+      ValueError: shapes that do not broadcast, or "kernel" where there is none.
+
+    >>> import jax.numpy as jnp, jaxnorm
+    >>> jaxnorm.add_relu(jnp.array([1.0, -3.0]), jnp.array([1.0, 1.0]))
+    Array([2., 0.], dtype=float32)
+    """
+    _check.implementation("add_relu", implementation)
+    x = _check.float_array("add_relu", "x", x)
+    y = _check.float_array("add_relu", "y", y)
+    try:
+        jnp.broadcast_shapes(x.shape, y.shape)
+    except ValueError:
+        raise ValueError(
+            f"add_relu: y must have a shape that broadcasts with x's {x.shape}, got {y.shape}. "
+            "Insert axes with y[..., None] or reshape one of them."
+        ) from None
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return _relu(x + y, implementation=implementation)
+    return _relu(x, y, implementation=implementation)
+
+
+def _relu(*addends, implementation):
+    if addends[0].ndim == 0:  # the mask packs the last axis
+        return _relu(*(a[None] for a in addends), implementation=implementation)[0]
+    primitive = relu_fwd_p if implementation == "kernel" else relu_p
+    return primitive.bind(*vary_alike(*addends), implementation=implementation)[0]
+
+
+# ---- formulas ----
+
+
+def _formula(x, z=None, *, implementation=None):
+    del implementation
+    return [jnp.maximum(x if z is None else x + z, jnp.zeros((), x.dtype))]
+
+
+def _mask_columns(columns):
+    return -(-columns // 8)
+
+
+def _fwd_reference(x, z=None, *, implementation=None):
+    (y,) = _formula(x, z, implementation=implementation)
+    return [y, jnp.packbits(y > 0, axis=-1, bitorder="little")]
+
+
+def _bwd_reference(mask, t, *, implementation=None):
+    del implementation
+    bits = jnp.unpackbits(mask, axis=-1, bitorder="little", count=t.shape[-1])
+    return [jnp.where(bits.astype(bool), t, jnp.zeros((), t.dtype))]
+
+
+# ---- shardings: every axis may be cut; the last one changes what a byte of the mask holds ----
+
+
+def _mask_entry(entry, columns, shards):
+    """How the mask's last axis is cut when x's is: alike if each block holds whole bytes, else not at all."""
+    return entry if columns % (8 * shards) == 0 else None
+
+
+def _leading(rank):
+    return tuple(f"d{i}" for i in range(rank - 1))
+
+
+def _factors(shape):
+    """(dimensions of x, dimensions of the mask, factor sizes): a byte of the mask is eight columns of x."""
+    lead, columns = _leading(len(shape)), shape[-1]
+    if columns % 8:
+        return (*lead, "c"), (*lead, "m"), {}
+    return (*lead, CompoundFactor("m", "b")), (*lead, "m"), {"b": 8}
+
+
+def _local_fwd(names, blocks, x, z=None, **_):
+    """Blocks that hold no whole bytes: each device sets its own bits of the whole mask."""
+    (y,) = _formula(x, z)
+    columns = y.shape[-1]
+    whole = jnp.zeros((*y.shape[:-1], columns * blocks), bool)
+    start = jax.lax.axis_index(names) * columns
+    whole = jax.lax.dynamic_update_slice_in_dim(whole, y > 0, start, axis=-1)
+    return [y, jax.lax.psum(jnp.packbits(whole, axis=-1, bitorder="little"), names)]
+
+
+def _local_bwd(names, blocks, mask, t, **_):
+    columns = t.shape[-1]
+    bits = jnp.unpackbits(mask, axis=-1, bitorder="little", count=columns * blocks)
+    start = jax.lax.axis_index(names) * columns
+    bits = jax.lax.dynamic_slice_in_dim(bits, start, columns, axis=-1)
+    return [jnp.where(bits.astype(bool), t, jnp.zeros((), t.dtype))]
+
+
+def _partition(local, mesh, x_spec, x_shape):
+    """(spec of x, spec of the mask, what a device runs if it is not the primitive itself)."""
+    names, blocks = axis_names(x_spec[-1]), mesh_size(mesh, x_spec[-1])
+    mask_spec = (*x_spec[:-1], _mask_entry(x_spec[-1], x_shape[-1], blocks))
+    needs_local = names and mask_spec[-1] is None
+    return x_spec, mask_spec, partial(local, names, blocks) if needs_local else None
+
+
+# ---- relu: nothing is differentiated ----
+
+relu_p = define_formula("relu", abstract=lambda x, *z, implementation: [aval_like(x)], formula=_formula)
+
+
+def _relu_jvp(primals, tangents, **params):
+    (y, _), (y_dot, _) = _fwd_jvp(primals, tangents, **params)
+    return [y], [y_dot]
+
+
+def _align(args, dims):
+    """Moves or adds the mapped axis so that all operands have it at one place, never the last one."""
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
+    at = dims[-1]
+    if at is NOT_MAPPED or at == args[-1].ndim - 1:
+        at = 0
+
+    def align(a, d):
+        if d is NOT_MAPPED:
+            return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], size, *a.shape[at:]))
+        return jnp.moveaxis(a, d, at)
+
+    return [align(a, d) for a, d in zip(args, dims, strict=True)], at
+
+
+def _batch(primitive, args, dims, **params):
+    args, at = _align(args, dims)
+    results = primitive.bind(*args, **params)
+    return results, [at] * len(results)
+
+
+ad.primitive_jvps[relu_p] = _relu_jvp
+batching.primitive_batchers[relu_p] = partial(_batch, relu_p)
+
+# ---- relu_fwd ----
+
+
+def _fwd_abstract(x, *_, implementation):
+    spec, columns = spec_of(x), x.shape[-1]
+    last = spec[-1]
+    if last is not None:
+        last = _mask_entry(last, columns, mesh_size(x.sharding.mesh, last))
+    mask_shape = (*x.shape[:-1], _mask_columns(columns))
+    return [aval_like(x), aval_like(x, mask_shape, np.uint8, (*spec[:-1], last))]
+
+
+def _fwd_rule(operand_shapes, _, *, implementation):
+    x, mask, sizes = _factors(operand_shapes[0])
+    return SdyShardingRule(tuple(x for _ in operand_shapes), (x, mask), **sizes)
+
+
+def _fwd_partition(mesh, operand_specs, _, operand_shapes, __, *, implementation):
+    x, mask, local = _partition(_local_fwd, mesh, operand_specs[0], operand_shapes[0])
+    return Partition([x for _ in operand_specs], [x, mask], local)
+
+
+relu_fwd_p = define_primitive(
+    "relu_fwd",
+    abstract=_fwd_abstract,
+    reference=_fwd_reference,
+    attributes=lambda *, implementation: {},
+    sharding_rule=_fwd_rule,
+    partition=_fwd_partition,
+)
+
+
+def _fwd_jvp(primals, tangents, **params):
+    y, mask = relu_fwd_p.bind(*primals, **params)
+    mask = checkpoint_name(mask, "jaxnorm_relu_mask")
+    no_tangent = ad.Zero(jax.typeof(mask).to_tangent_aval())
+    present = [t for t in tangents if type(t) is not ad.Zero]
+    if not present:
+        return [y, mask], [ad.Zero(jax.typeof(y).to_tangent_aval()), no_tangent]
+    t = sum(present[1:], present[0])
+    (y_dot,) = relu_bwd_p.bind(*vary_alike(mask, t), **params)
+    return [y, mask], [y_dot, no_tangent]
+
+
+ad.primitive_jvps[relu_fwd_p] = _fwd_jvp
+batching.primitive_batchers[relu_fwd_p] = partial(_batch, relu_fwd_p)
+
+# ---- relu_bwd ----
+
+
+def _bwd_rule(operand_shapes, _, *, implementation):
+    x, mask, sizes = _factors(operand_shapes[1])
+    return SdyShardingRule((mask, x), (x,), **sizes)
+
+
+def _bwd_partition(mesh, operand_specs, _, operand_shapes, __, *, implementation):
+    x, mask, local = _partition(_local_bwd, mesh, operand_specs[1], operand_shapes[1])
+    return Partition([mask, x], [x], local)
+
+
+relu_bwd_p = define_primitive(
+    "relu_bwd",
+    abstract=lambda mask, t, *, implementation: [aval_like(t)],
+    reference=_bwd_reference,
+    attributes=lambda *, implementation: {},
+    sharding_rule=_bwd_rule,
+    partition=_bwd_partition,
+)
+
+
+def _bwd_jvp(primals, tangents, *, implementation):
+    mask, t = primals
+    out = relu_bwd_p.bind(mask, t, implementation=implementation)
+    if type(tangents[1]) is ad.Zero:
+        return out, [ad.Zero(jax.typeof(out[0]).to_tangent_aval())]
+    return out, relu_bwd_p.bind(*vary_alike(mask, tangents[1]), implementation=implementation)
+
+
+def _bwd_transpose(cotangents, mask, t, *, implementation):
+    (ct,) = cotangents
+    if type(ct) is ad.Zero:
+        return [None, ad.Zero(t.aval)]
+    return [None, *relu_bwd_p.bind(*vary_alike(mask, ct), implementation=implementation)]
+
+
+ad.primitive_jvps[relu_bwd_p] = _bwd_jvp
+ad.primitive_transposes[relu_bwd_p] = _bwd_transpose
+batching.primitive_batchers[relu_bwd_p] = partial(_batch, relu_bwd_p)

@@ -1,0 +1,444 @@
+"""softmax and log_softmax.
+
+Notation: z = factor * scale * x + bias along one axis, y = softmax(z) or log_softmax(z). `factor` is a Python number,
+`scale` and `bias` are arrays that broadcast to x, `where` says which elements take part. Two primitives:
+
+  softmax_fwd   x, [where], [scale], [bias] -> y                          nonlinear
+  softmax_bwd   y, t, [where] -> Jacobian at y applied to t               linear in t; also its own forward mode
+
+Operands have x's rank; any of them may have size 1 where the result does not, which is how broadcasting, and vmap over
+a subset of the operands, cost nothing.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import SdyShardingRule
+from jax.interpreters import ad, batching
+from jax.typing import ArrayLike
+
+from jaxnorm import _check
+from jaxnorm._primitive import (
+    NOT_MAPPED,
+    Partition,
+    aval_like,
+    axis_names,
+    define_primitive,
+    spec_of,
+    vary_alike,
+)
+
+# Which optional operands a call has (ffi/softmax_args.h holds the same numbers).
+WHERE, SCALE, BIAS = 1, 2, 4
+
+# Which linear map softmax_bwd applies (ditto). Softmax's Jacobian is symmetric, log_softmax's is not.
+SOFTMAX, LOG_JVP, LOG_VJP = 0, 1, 2
+_TRANSPOSED = {SOFTMAX: SOFTMAX, LOG_JVP: LOG_VJP, LOG_VJP: LOG_JVP}
+
+# The CUDA kernels keep a row on chip; longer rows, and few long rows, are split over blocks whose partial maxima and
+# sums need this many float32 (ffi/cuda/softmax.cuh: kMaxSplitPartials pairs).
+_SPLIT_COLUMNS = 32768
+_SPLIT_SCRATCH = 2 * 8192
+
+Axis = int | tuple[int, ...] | None
+
+
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""Softmax of `scale * x + bias` along `axis`, in one pass over memory.
+
+    .. math:: y_i = \frac{\exp(z_i)}{\sum_j \exp(z_j)}, \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
+
+    Replaces `jax.nn.softmax`. Maximum and sum are found together (Milakov and Gimelshein 2018, "Online normalizer
+    calculation for softmax"), in float32 (float64 for float64); the result is rounded once. Backward saves y only.
+
+    NaN, or +inf, in a row makes that row NaN and no other. A row of -inf only is NaN, as in `jax.nn.softmax`. Masked
+    elements, and rows with no other ones, are 0; what x holds there is never looked at. Gradients at masked elements
+    are exactly 0. Empty arrays give empty arrays.
+
+    Args:
+      x: array of any rank >= 1; float16, bfloat16, float32 or float64.
+      axis: axis, tuple of axes, or None for all of them.
+      where: boolean array that broadcasts to x; which elements take part.
+      scale: number, or array that broadcasts to x; differentiable. A Python number costs nothing.
+      bias: array that broadcasts to x; differentiable. Broadcast operands are read in place, never materialised.
+      implementation: None picks the kernel where there is one, else XLA; "kernel" insists; "xla" is the plain formula.
+
+    Returns:
+      Array of x's shape and of the dtype that `scale * x + bias` has.
+
+    Raises:
+      TypeError: a dtype is not supported, or `where` is not boolean.
+      ValueError: an axis that x does not have, a shape that does not broadcast to x's, or "kernel" where there is none.
+
+    >>> import jax.numpy as jnp, jaxnorm
+    >>> jaxnorm.softmax(jnp.array([0.0, 0.0, 5.0]), where=jnp.array([True, True, False]))
+    Array([0.5, 0.5, 0. ], dtype=float32)
+    """
+    return _softmax("softmax", x, axis, where, scale, bias, implementation, log=False)
+
+
+def log_softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""Logarithm of the softmax of `scale * x + bias` along `axis`, in one pass over memory.
+
+    .. math:: y_i = z_i - \max_j z_j - \log \sum_j \exp(z_j - \max_k z_k), \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
+
+    Replaces `jax.nn.log_softmax`. Backward saves y only. Masked elements are -inf, with gradient exactly 0; NaN, -inf,
+    +inf and empty arrays behave as in `jaxnorm.softmax`.
+
+    Args:
+      x: array of any rank >= 1; float16, bfloat16, float32 or float64.
+      axis: axis, tuple of axes, or None for all of them.
+      where: boolean array that broadcasts to x; which elements take part.
+      scale: number, or array that broadcasts to x; differentiable.
+      bias: array that broadcasts to x; differentiable.
+      implementation: None picks the kernel where there is one, else XLA; "kernel" insists; "xla" is the plain formula.
+
+    Returns:
+      Array of x's shape and of the dtype that `scale * x + bias` has.
+
+    Raises:
+      TypeError: a dtype is not supported, or `where` is not boolean.
+      ValueError: an axis that x does not have, a shape that does not broadcast to x's, or "kernel" where there is none.
+
+    >>> import jax.numpy as jnp, jaxnorm
+    >>> jaxnorm.log_softmax(jnp.zeros(4)).round(4)
+    Array([-1.3863, -1.3863, -1.3863, -1.3863], dtype=float32)
+    """
+    return _softmax("log_softmax", x, axis, where, scale, bias, implementation, log=True)
+
+
+def _softmax(op, x, axis, where, scale, bias, implementation, log):
+    _check.implementation(op, implementation)
+    x = _check.float_array(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(
+            f"{op}: x must have at least one dimension, got a scalar. Use x[None] for one row of one element."
+        )
+    axes = _check.axes(op, axis, x.ndim)
+    factor = 1.0
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        factor, scale = float(scale), None
+    arrays = {}
+    if where is not None:
+        arrays[WHERE] = _check.bool_array(op, "where", where)
+    if scale is not None:
+        arrays[SCALE] = _check.float_array(op, "scale", scale)
+    if bias is not None:
+        arrays[BIAS] = _check.float_array(op, "bias", bias)
+    for bit, name in ((WHERE, "where"), (SCALE, "scale"), (BIAS, "bias")):
+        if bit in arrays:
+            _check.broadcastable(op, name, arrays[bit].shape, x.shape)
+
+    # Kernels take one dtype. Under strict promotion a mixture is refused here, as in jax.numpy.
+    dtype = jnp.result_type(x, *(arrays[bit] for bit in (SCALE, BIAS) if bit in arrays))
+    x = x.astype(dtype)
+    for bit in (SCALE, BIAS):
+        if bit in arrays:
+            arrays[bit] = arrays[bit].astype(dtype)
+
+    arrays = {bit: jnp.expand_dims(a, range(x.ndim - a.ndim)) for bit, a in arrays.items()}
+    shape = x.shape
+    operands, axis, unmerge = _merge_axes([x, *arrays.values()], axes)
+    (y,) = softmax_fwd_p.bind(
+        *vary_alike(*operands),
+        axis=axis,
+        factor=factor,
+        log=log,
+        operands=sum(arrays),
+        implementation=implementation,
+    )
+    return unmerge(y).reshape(shape)
+
+
+def _merge_axes(arrays, axes):
+    """Reshapes arrays of one rank so that `axes` become one axis.
+
+    Returns the arrays, the axis, and the function that puts a result's dimensions back in order (still merged).
+    Neighbouring axes merge in place; others are moved to the end first, which costs a transpose.
+    """
+    x = arrays[0]
+    if not axes:
+        return [a[..., None] for a in arrays], x.ndim, lambda y: y
+    first, last = axes[0], axes[-1] + 1
+    if last - first != len(axes):
+        end = range(x.ndim - len(axes), x.ndim)
+        arrays = [jnp.moveaxis(a, axes, end) for a in arrays]
+        shape = arrays[0].shape
+        merged, axis, _ = _merge_axes(arrays, tuple(end))
+        return merged, axis, lambda y: jnp.moveaxis(y.reshape(shape), end, axes)
+    if len(axes) == 1:
+        return arrays, first, lambda y: y
+    full = x.shape[first:last]
+
+    def merge(a):
+        sizes = a.shape[first:last]
+        if all(s == 1 for s in sizes):
+            size = 1
+        else:
+            size = math.prod(full)
+            a = jnp.broadcast_to(a, (*a.shape[:first], *full, *a.shape[last:]))
+        return a.reshape(*a.shape[:first], size, *a.shape[last:])
+
+    return [merge(a) for a in arrays], first, lambda y: y
+
+
+# ---- formulas ----
+
+
+def _acc(dtype):
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _split(optional, operands):
+    """(where, scale, bias) from the optional operands that the bits of `operands` name."""
+    optional = iter(optional)
+    return tuple(next(optional) if operands & bit else None for bit in (WHERE, SCALE, BIAS))
+
+
+def _reductions(axis, mesh_axes):
+    """max and sum along `axis`, which the mesh axes `mesh_axes` (if any) cut into blocks."""
+
+    def maximum(v):
+        m = jnp.max(v, axis, keepdims=True, initial=-jnp.inf)
+        return jax.lax.pmax(m, mesh_axes) if mesh_axes else m
+
+    def total(v):
+        s = jnp.sum(v, axis, keepdims=True)
+        return jax.lax.psum(s, mesh_axes) if mesh_axes else s
+
+    return maximum, total
+
+
+def _fwd_reference(
+    x, *optional, axis, factor, log, operands, implementation=None, mesh_axes=(), shape=None
+):
+    del implementation
+    where, scale, bias = _split(optional, operands)
+    maximum, total = _reductions(axis, mesh_axes)
+    z = x.astype(_acc(x.dtype)) * factor
+    if scale is not None:
+        z = z * scale
+    if bias is not None:
+        z = z + bias.astype(z.dtype)
+    if where is not None:
+        z = jnp.where(where, z, -jnp.inf)
+    shifted = z - maximum(z)
+    if log:
+        y = shifted - jnp.log(total(jnp.exp(shifted)))
+        masked = -jnp.inf
+    else:
+        e = jnp.exp(shifted)
+        y = e / total(e)
+        masked = 0
+    if where is not None:
+        y = jnp.where(where, y, masked)
+    return [y.astype(x.dtype)]
+
+
+def _bwd_reference(y, t, *where, axis, factor, form, implementation=None, mesh_axes=()):
+    del implementation
+    _, total = _reductions(axis, mesh_axes)
+    dtype = y.dtype
+    y, t = y.astype(_acc(dtype)), t.astype(_acc(dtype))
+    if where:
+        t = jnp.where(where[0], t, 0)
+    if form == SOFTMAX:
+        out = y * (t - total(y * t))
+    elif form == LOG_JVP:
+        out = t - total(jnp.exp(y) * t)
+    else:
+        out = t - jnp.exp(y) * total(t)
+    out = out * factor
+    if where:
+        out = jnp.where(where[0], out, 0)
+    return [out.astype(dtype)]
+
+
+# ---- shapes and shardings, the same for both primitives ----
+
+
+def _abstract(*avals, axis, **_):
+    x = avals[0]
+    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
+    if shape == x.shape:
+        return [aval_like(x)]
+    specs = zip(*map(spec_of, avals), strict=True)
+    spec = [next((s for s in entries if s is not None), None) for entries in specs]
+    return [aval_like(x, shape=shape, spec=spec)]
+
+
+def _sharding_rule(operand_shapes, result_shapes, **_):
+    (full,) = result_shapes
+
+    def factors(k, shape):
+        # A broadcast dimension gets a factor of its own: nothing follows from how it is sharded.
+        return tuple(f"d{i}" if n == full[i] else f"o{k}_{i}" for i, n in enumerate(shape))
+
+    return SdyShardingRule(
+        tuple(factors(k, shape) for k, shape in enumerate(operand_shapes)),
+        (factors("r", full),),
+    )
+
+
+def _partition(reference, mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params):
+    del mesh
+    (full,) = result_shapes
+    complete = [s for s, shape in zip(operand_specs, operand_shapes, strict=True) if shape == full]
+    spec = complete[0] if complete else result_specs[0]
+    operands = [
+        tuple(entry if n == full[i] else None for i, (entry, n) in enumerate(zip(spec, shape, strict=True)))
+        for shape in operand_shapes
+    ]
+    split = axis_names(spec[params["axis"]])
+    # Rows are independent. Only a sharded axis needs more: all-reduces of one maximum and one sum per row.
+    local = partial(reference, **params, mesh_axes=split) if split else None
+    return Partition(operands, [spec], local)
+
+
+def _batch(primitive, args, dims, *, axis, **params):
+    """Maps over axis `at` of the result; operands that are not mapped get size 1 there."""
+    at = next(d for d in dims if d is not NOT_MAPPED)
+    args = [
+        jnp.expand_dims(a, at) if d is NOT_MAPPED else jnp.moveaxis(a, d, at)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    return primitive.bind(*args, axis=axis + (at <= axis), **params), [at]
+
+
+# ---- softmax_fwd ----
+
+
+def _scratch(*avals, axis, **_):
+    columns = max(a.shape[axis] if isinstance(a.shape[axis], int) else math.inf for a in avals)
+    return _SPLIT_SCRATCH if columns > _SPLIT_COLUMNS else 0
+
+
+softmax_fwd_p = define_primitive(
+    "softmax_fwd",
+    abstract=_abstract,
+    reference=_fwd_reference,
+    attributes=lambda *, axis, factor, log, operands, implementation: {
+        "axis": np.int64(axis),
+        "factor": np.float64(factor),
+        "log": bool(log),
+        "operands": np.int64(operands),
+    },
+    sharding_rule=_sharding_rule,
+    partition=partial(_partition, _fwd_reference),
+    scratch=_scratch,
+)
+
+
+def _fwd_jvp(primals, tangents, *, axis, factor, log, operands, implementation):
+    """y' = J(y) z' with z' = factor * (scale * x' + scale' * x) + bias'.
+
+    The residual is named here: a name that the user gives to softmax's result names another value, which a checkpoint
+    policy could save without saving this one.
+    """
+    x, *optional = primals
+    x_dot, *optional_dot = tangents
+    where, scale, bias = _split(optional, operands)
+    _, scale_dot, bias_dot = _split(optional_dot, operands)
+    (y,) = softmax_fwd_p.bind(
+        *primals, axis=axis, factor=factor, log=log, operands=operands, implementation=implementation
+    )
+    y = checkpoint_name(y, "jaxnorm_log_softmax" if log else "jaxnorm_softmax")
+
+    def present(t):
+        return t is not None and type(t) is not ad.Zero
+
+    terms = []
+    if present(x_dot):
+        terms.append(x_dot if scale is None else x_dot * scale)
+    if present(scale_dot):
+        terms.append(scale_dot * x)
+    if present(bias_dot) and not terms:
+        z_dot, factor = bias_dot, 1.0
+    elif present(bias_dot):
+        z_dot, factor = sum(terms[1:], terms[0]) * jnp.asarray(factor, x.dtype) + bias_dot, 1.0
+    elif terms:
+        z_dot = sum(terms[1:], terms[0])  # the kernel multiplies by the factor
+    else:
+        return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
+    mask = [] if where is None else [where]
+    y_dot = softmax_bwd_p.bind(
+        *vary_alike(y, z_dot, *mask),
+        axis=axis,
+        factor=factor,
+        form=LOG_JVP if log else SOFTMAX,
+        implementation=implementation,
+    )
+    return [y], y_dot
+
+
+ad.primitive_jvps[softmax_fwd_p] = _fwd_jvp
+batching.primitive_batchers[softmax_fwd_p] = partial(_batch, softmax_fwd_p)
+
+# ---- softmax_bwd ----
+
+softmax_bwd_p = define_primitive(
+    "softmax_bwd",
+    abstract=_abstract,
+    reference=_bwd_reference,
+    attributes=lambda *, axis, factor, form, implementation: {
+        "axis": np.int64(axis),
+        "factor": np.float64(factor),
+        "form": np.int64(form),
+    },
+    sharding_rule=_sharding_rule,
+    partition=partial(_partition, _bwd_reference),
+    scratch=_scratch,
+)
+
+
+def _bwd_jvp(primals, tangents, **params):
+    """Linear in t, so that part is the kernel again; nonlinear in y, where the formula is differentiated."""
+    y, t, *where = primals
+    y_dot, t_dot, *_ = tangents
+    out = softmax_bwd_p.bind(y, t, *where, **params)
+    terms = []
+    if type(t_dot) is not ad.Zero:
+        terms += softmax_bwd_p.bind(*vary_alike(y, t_dot, *where), **params)
+    if type(y_dot) is not ad.Zero:
+        terms += jax.jvp(lambda y: _bwd_reference(y, t, *where, **params), (y,), (y_dot,))[1]
+    if not terms:
+        return out, [ad.Zero(jax.typeof(out[0]).to_tangent_aval())]
+    return out, [sum(terms[1:], terms[0])]
+
+
+def _bwd_transpose(cotangents, y, t, *where, form, **params):
+    (ct,) = cotangents
+    if type(ct) is ad.Zero:
+        return [None, ad.Zero(t.aval), *(None for _ in where)]
+    (t_bar,) = softmax_bwd_p.bind(
+        *vary_alike(y, ct, *where), form=_TRANSPOSED[form], **params
+    )
+    broadcast = [i for i, n in enumerate(t.aval.shape) if n != t_bar.shape[i]]
+    if broadcast:  # t had size 1 there: the transpose of broadcasting is a sum
+        t_bar = jnp.sum(t_bar, broadcast, keepdims=True)
+    return [None, t_bar, *(None for _ in where)]
+
+
+ad.primitive_jvps[softmax_bwd_p] = _bwd_jvp
+ad.primitive_transposes[softmax_bwd_p] = _bwd_transpose
+batching.primitive_batchers[softmax_bwd_p] = partial(_batch, softmax_bwd_p)

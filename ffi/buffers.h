@@ -119,6 +119,7 @@ inline ffi::Error MakeBroadcast(Dims full, int64_t axis, Dims operand, Broadcast
 // An input of a row-wise call: absent (data == nullptr), full, or broadcast.
 struct Operand {
   const void* data = nullptr;
+  int64_t elements = 0;  // of the array itself
   Broadcast view;
   explicit operator bool() const { return data != nullptr; }
 };

@@ -40,6 +40,7 @@ inline ffi::Error MakeOperand(ffi::AnyBuffer buffer, ffi::DataType dtype, Dims f
   JAXNORM_CHECK(buffer.element_type() == dtype);
   JAXNORM_RETURN_IF_ERROR(MakeBroadcast(full, axis, buffer.dimensions(), &out->view));
   out->data = buffer.untyped_data();
+  out->elements = static_cast<int64_t>(buffer.element_count());
   return ffi::Error::Success();
 }
 

@@ -28,7 +28,7 @@ def float_array(op: str, name: str, value) -> jax.Array:
 
 def bool_array(op: str, name: str, value) -> jax.Array:
     """`value` as a boolean array."""
-    dtype = getattr(value, "dtype", np.asarray(value).dtype)
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if dtype != np.bool_:
         raise TypeError(
             f"{op}: {name} must be of dtype bool, got {dtype}. Compare it first, for example {name} != 0."

@@ -1,9 +1,10 @@
-"""Times calls: kernel time on a GPU, wall-clock on a CPU. Used by `python -m jaxnorm` and by `bench/`.
+"""Times calls: kernel time on a GPU, wall-clock on a CPU. Serves `python -m jaxnorm` and bench/.
 
-On a GPU the figure is the sum of the durations of the kernels that one call launches, as CUPTI reports them: launch
-gaps and Python are left out. CUPTI records every kernel of the process, whichever library launched it, so other
-frameworks are timed by the same clock. Each call works on its own set of buffers, so that between two uses of a set
-more data has moved than the L2 cache holds.
+On a GPU the figure is the sum of the durations of the kernels that one call launches, as CUPTI
+reports them: launch gaps and Python are left out. CUPTI records every kernel of the process,
+whichever library launched it, so other frameworks are timed by the same clock. Each call works on
+its own set of buffers, so that between two uses of a set more data has moved than the L2 cache
+holds.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import functools
 import importlib
 import math
 import pathlib
+import platform
 import re
 import statistics
 import tempfile
@@ -27,10 +29,13 @@ Event = tuple[str, float]  # kernel name, seconds
 ROTATION_FACTOR = 2.5
 MAX_SETS = 64
 
-_MATMUL = re.compile(r"gemm|cutlass|cublas|nvjet|xmma|wgmma|matmul|splitk|_dot_|\bdot\b", re.IGNORECASE)
+_MATMUL = re.compile(
+    r"gemm|cutlass|cublas|nvjet|xmma|wgmma|matmul|splitk|_dot_|\bdot\b", re.IGNORECASE
+)
 
-# The three places where jaxlib has kept the extension behind `jax.experimental.mosaic.gpu.profiler`. Importing it here
-# avoids that module's other imports, and its `measure`, which keeps every output alive and cannot rotate inputs.
+# The three places where jaxlib has kept the extension behind
+# `jax.experimental.mosaic.gpu.profiler`. Importing it here avoids that module's other imports, and
+# its `measure`, which keeps every output alive and cannot rotate inputs.
 _CUPTI_MODULES = (
     "jaxlib.mosaic.gpu._mosaic_gpu_ext",
     "jax_cuda12_plugin._mosaic_gpu_ext",
@@ -40,7 +45,7 @@ _CUPTI_MODULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Something to time: `run(i)` starts one call on buffer set i, `wait` blocks until its result is there."""
+    """`run(i)` starts one call on buffer set i, `wait` blocks until its result is there."""
 
     run: Callable[[int], object]
     sets: int = 1
@@ -68,8 +73,16 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half the distance from the 10th to the 90th percentile, relative to the median."""
-        return (self.quantile(0.9) - self.quantile(0.1)) / 2 / self.median
+        """Half the width of the median's 95% confidence interval, relative to the median.
+
+        The interval runs between two order statistics (no distribution is assumed): ranks n/2 - z
+        sqrt(n)/2 and 1 + n/2 + z sqrt(n)/2 with z = 1.96, which the largest and the smallest value
+        bound for n < 6.
+        """
+        ordered, n = sorted(self.seconds), len(self.seconds)
+        reach = 1.96 * math.sqrt(n) / 2
+        low, high = max(round(n / 2 - reach), 1), min(round(1 + n / 2 + reach), n)
+        return (ordered[high - 1] - ordered[low - 1]) / 2 / self.median
 
 
 def ratio_spread(a: float, b: float) -> float:
@@ -90,19 +103,20 @@ def _cupti_extension():
 
 
 def _cupti_events(body: Callable[[], None]) -> list[Event]:
-    """Kernels launched while `body` runs, as `jax.experimental.mosaic.gpu.profiler.Cupti` collects them."""
+    """Kernels launched while `body` runs, read as `mosaic.gpu.profiler.Cupti` does."""
     extension = _cupti_extension()
     extension._cupti_init()
     try:
         body()
     finally:
-        # True: detach CUPTI afterwards, which older CUPTI versions need before it can be attached again.
+        # True: detach CUPTI afterwards, which older CUPTI versions need before it can be attached
+        # again.
         events = extension._cupti_get_timings(True)
     return [(name, milliseconds * 1e-3) for name, milliseconds in events]
 
 
 def _trace_events(body: Callable[[], None]) -> list[Event]:
-    """What the device's streams did while `body` ran (kernels, copies, fills), from a `jax.profiler` trace."""
+    """What the device's streams did while `body` ran (copies too), from a `jax.profiler` trace."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +147,8 @@ CLOCKS = ("auto", *_KERNEL_CLOCKS, "wall")
 def find_clock(wanted: str = "auto") -> tuple[str, str]:
     """The clock to use on JAX's default device, and why a better one was passed over (or "").
 
-    A clock is taken when three calls of a one-kernel function give three kernels of plausible length.
+    A clock is taken when three calls of a one-kernel function give three kernels of plausible
+    length.
     """
     if wanted == "wall" or jax.default_backend() != "gpu":
         return "wall", ""
@@ -143,7 +158,9 @@ def find_clock(wanted: str = "auto") -> tuple[str, str]:
     reasons = []
     for name in _KERNEL_CLOCKS if wanted == "auto" else (wanted,):
         try:
-            events = _KERNEL_CLOCKS[name](lambda: jax.block_until_ready([flip(x) for _ in range(3)]))
+            events = _KERNEL_CLOCKS[name](
+                lambda: jax.block_until_ready([flip(x) for _ in range(3)])
+            )
             if len(events) == 3 and all(1e-7 < seconds < 1e-2 for _, seconds in events):
                 return name, "; ".join(reasons)
             reasons.append(f"{name}: three calls gave {events}")
@@ -153,10 +170,10 @@ def find_clock(wanted: str = "auto") -> tuple[str, str]:
 
 
 def split_events(events: Sequence[Event], calls: int) -> tuple[list[float], int | None, float]:
-    """Durations of `calls` calls, kernels per call, and the median time of a call in matrix multiplications.
+    """Durations of `calls` calls, kernels per call, and a call's time in matrix products.
 
-    When the kernels cannot be shared out evenly and alike, one figure is returned: the mean, with None for the number
-    of kernels.
+    When the kernels cannot be shared out evenly and alike, one figure is returned: the mean, with
+    None for the number of kernels.
 
     >>> split_events([("a", 1.0), ("b", 2.0), ("a", 1.5), ("b", 2.5)], calls=2)
     ([3.0, 4.0], 2, 0.0)
@@ -180,7 +197,8 @@ def split_events(events: Sequence[Event], calls: int) -> tuple[list[float], int 
 class _Runner:
     """Runs a workload on its sets in turn, keeping the latest output of each set.
 
-    Kept outputs make the next call write somewhere else: a result that lands where the last one did stays in the L2.
+    Kept outputs make the next call write somewhere else: a result that lands where the last one did
+    stays in the L2.
     """
 
     def __init__(self, workload: Workload):
@@ -212,7 +230,7 @@ def measure(
     budget: float = 1.0,
     clock: str = "auto",
 ) -> dict[str, Timing | Exception]:
-    """Times workloads alternately in this process; one that fails leaves its exception, not a hole in the others.
+    """Times workloads alternately; one that fails leaves its exception and the others go on.
 
     Args:
       workloads: What to time, by name.
@@ -271,12 +289,18 @@ def _measure_kernels(runners, clock, calls, rounds) -> dict[str, Timing | Except
             output = runner.call()
         runner.workload.wait(output)
 
+    clocks = {key: clock for key in runners}
     for _ in range(rounds):
         for key, runner in runners.items():
             if key in failed:
                 continue
+            body = functools.partial(run, runner)
             try:
-                events = _KERNEL_CLOCKS[clock](functools.partial(run, runner))
+                events = _KERNEL_CLOCKS[clocks[key]](body)
+                if not events and clocks[key] == "cupti":
+                    # A trace sees copies, and kernels that were recorded into a CUDA graph, too.
+                    clocks[key] = "trace"
+                    events = _KERNEL_CLOCKS["trace"](body)
                 parts[key].append(split_events(events, calls))
             except Exception as error:
                 failed[key] = error
@@ -288,7 +312,7 @@ def _measure_kernels(runners, clock, calls, rounds) -> dict[str, Timing | Except
         exact = len(kernels) == 1 and None not in kernels
         done[key] = Timing(
             tuple(s for totals, _, _ in found for s in totals),
-            clock if exact else f"{clock} mean",
+            clocks[key] if exact else f"{clocks[key]} mean",
             kernels.pop() if exact else None,
             statistics.median(matmul for _, _, matmul in found),
         )
@@ -296,6 +320,21 @@ def _measure_kernels(runners, clock, calls, rounds) -> dict[str, Timing | Except
 
 
 # ---- the device ----
+
+
+@functools.cache
+def device_name() -> str:
+    """What JAX's default device is called; for a CPU the processor's name."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 @functools.cache
@@ -330,7 +369,7 @@ def rotation(bytes_per_set: int) -> tuple[int, bool]:
 
 @dataclasses.dataclass(frozen=True)
 class CopyRate:
-    """Bytes read plus bytes written per second by a large copy, the ceiling that fractions refer to."""
+    """Bytes read plus written per second by a large copy, the ceiling of all fractions."""
 
     bytes_per_second: float
     method: str
@@ -340,19 +379,21 @@ class CopyRate:
 
 
 def copy_rate(clock: str = "auto") -> CopyRate:
-    """Measures the copy rate of JAX's default device, with arrays far larger than its caches where memory allows."""
+    """Measures the copy rate of JAX's default device, on an array far larger than a GPU's L2."""
     on_gpu = jax.default_backend() == "gpu"
-    size = (1 << 29) if on_gpu else (1 << 26)
+    size = (1 << 29) if on_gpu else (1 << 25)
     # Random bits: memory can look faster than it is on constant data.
     x = jax.jit(lambda key: jax.random.bits(key, (size // 4,), jnp.uint32))(jax.random.key(0))
     copy, flip = jax.jit(jnp.copy), jax.jit(lambda x: x ^ 1)
-    kernel = measure({"flip": Workload(lambda _: flip(x))}, calls=12, rounds=2, clock=clock)["flip"]
+    kernel = measure(
+        {"flip": Workload(lambda _: flip(x))}, calls=12, rounds=2, budget=0.2, clock=clock
+    )["flip"]
     elementwise = 0.0 if isinstance(kernel, Exception) else 2 * size / kernel.median
     if on_gpu:
         copied = 2 * size / _seconds_per_copy(copy, x)
         method = "jnp.copy, back-to-back wall-clock"
     else:
-        timing = measure({"copy": Workload(lambda _: copy(x))}, budget=0.5)["copy"]
+        timing = measure({"copy": Workload(lambda _: copy(x))}, budget=0.2)["copy"]
         copied = 0.0 if isinstance(timing, Exception) else 2 * size / timing.median
         method = "jnp.copy, wall-clock"
     if elementwise > copied:
@@ -360,8 +401,16 @@ def copy_rate(clock: str = "auto") -> CopyRate:
     return CopyRate(max(copied, elementwise), method, copied, elementwise, size)
 
 
+def copy_workload(nbytes: int) -> Workload:
+    """Reads and writes `nbytes` in all: a copy of this size, allocation included."""
+    sets, _ = rotation(nbytes)
+    xs = [jnp.arange(i, max(nbytes // 8, 1) + i, dtype=jnp.uint32) for i in range(sets)]
+    flip = jax.jit(lambda x: x ^ 1)
+    return Workload(lambda i: flip(xs[i]), sets)
+
+
 def _seconds_per_copy(copy, x) -> float:
-    """Time of one copy in a queue of many: a copy is no kernel, and the queue hides the launches."""
+    """Time of one copy in a queue: a copy is no kernel, and the queue hides the launches."""
 
     def queue(n):
         start = time.perf_counter()
@@ -381,14 +430,16 @@ def _seconds_per_copy(copy, x) -> float:
 def split_vjp(
     function: Callable, example: Sequence, fixed: Sequence = ()
 ) -> tuple[Callable, Callable]:
-    """`forward(args, fixed) -> (y, residuals)` and `backward(residuals, dy) -> dx`, each jitted by itself.
+    """`forward(args, fixed) -> (y, residuals)` and `backward(residuals, dy) -> dx`, two jits.
 
-    The residuals are what JAX keeps between the two when they are compiled apart. `dx` is the cotangent of the first
-    argument only: functions such as relu(x + y) give each argument the same one, and returning it twice costs a copy.
+    The residuals are what JAX keeps between the two when they are compiled apart. `dx` is the
+    cotangent of the first argument only: functions such as relu(x + y) give each argument the same
+    one, and returning it twice costs a copy.
 
     Args:
       function: A function of arrays, called as `function(*args, *fixed)`.
-      example: The arguments that are differentiated (or ShapeDtypeStructs), with the shapes that will be used.
+      example: The arguments that are differentiated (or ShapeDtypeStructs), with the shapes that
+        will be used.
       fixed: Further arguments.
     """
     trees = []

@@ -1,0 +1,51 @@
+// ParallelFor over XLA's own thread pool, so that jaxnorm neither adds threads nor fights with XLA's.
+#ifndef JAXNORM_CPU_PARALLEL_H_
+#define JAXNORM_CPU_PARALLEL_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "registry.h"
+
+namespace jaxnorm {
+
+// Elements in one unit of work: about 5 us. Waking a thread costs about as much, so smaller arrays stay on the caller.
+inline constexpr int64_t kGrainElements = 32 * 1024;
+
+// Calls body(begin, end) for consecutive pieces of [0, n), each `grain` long but for the last. The pieces depend on the
+// arguments alone, never on the number of threads, and so do results.
+//
+// Threads take pieces from a shared counter. The caller takes part, so this finishes even when the pool has no free
+// thread (the handler itself may run on its last one) or runs tasks inline.
+template <typename Body>
+void ParallelFor(ffi::ThreadPool& pool, int64_t n, int64_t grain, const Body& body) {
+  const int64_t pieces = (n + grain - 1) / grain;
+  if (pieces <= 1) {
+    if (n > 0) body(int64_t{0}, n);
+    return;
+  }
+  // Shared by every task, since one that starts after all the work is done still looks at `next`. `body` lives only
+  // until this function returns, but it is called only for a piece that is not done yet.
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::atomic<int32_t> pending;  // 32 bits: what a futex waits on
+  };
+  auto state = std::make_shared<State>();
+  state->pending = static_cast<int32_t>(pieces);
+  auto run = [state, n, grain, pieces, &body] {
+    for (int64_t piece; (piece = state->next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+      body(piece * grain, std::min(n, (piece + 1) * grain));
+      if (state->pending.fetch_sub(1, std::memory_order_acq_rel) == 1) state->pending.notify_one();
+    }
+  };
+  const int64_t threads = std::min(pool.num_threads(), pieces);
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule(decltype(run)(run));  // Schedule compiles for an rvalue only
+  run();
+  for (int32_t left; (left = state->pending.load(std::memory_order_acquire)) != 0;) state->pending.wait(left);
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CPU_PARALLEL_H_

@@ -1,0 +1,218 @@
+// Arithmetic that the compiler turns into vector code: element types, their conversions, exp, and the dtype dispatch.
+//
+// There are no intrinsics here but for float16. Loops marked `#pragma omp simd` sit in functions that are compiled once per instruction
+// set (JAXNORM_SIMD_CLONES) and picked when the module loads; everything they call is branch-free and inlined into them
+// (JAXNORM_INLINE), because a call to a function outside the clone would fall back to the baseline instruction set.
+#ifndef JAXNORM_CPU_SIMD_H_
+#define JAXNORM_CPU_SIMD_H_
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "registry.h"
+
+#define JAXNORM_INLINE inline __attribute__((always_inline))
+// The same for lambdas, where the attribute follows the parameter list.
+#define JAXNORM_INLINE_LAMBDA __attribute__((always_inline))
+
+// Picking a clone when the module loads takes an ifunc, which glibc has. aarch64 has NEON in its baseline.
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define JAXNORM_SIMD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define JAXNORM_SIMD_CLONES
+#endif
+
+namespace jaxnorm {
+
+// The 16-bit floats are plain bits here: GCC 12 does not vectorise conversions from and to its own _Float16.
+struct F16 {
+  uint16_t bits;
+};
+struct BF16 {
+  uint16_t bits;
+};
+
+template <typename T>
+struct AccOf {
+  using type = float;
+};
+template <>
+struct AccOf<double> {
+  using type = double;
+};
+// What arithmetic on T is done in.
+template <typename T>
+using Acc = typename AccOf<T>::type;
+
+// Rows are processed in blocks of this many elements: a whole 64-byte vector of T, so that a loop over blocks has no
+// remainder in any clone.
+template <typename T>
+inline constexpr int64_t kLanes = 64 / sizeof(T);
+
+template <typename T>
+inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+JAXNORM_INLINE float ToAcc(float x) { return x; }
+JAXNORM_INLINE double ToAcc(double x) { return x; }
+JAXNORM_INLINE float ToAcc(BF16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+JAXNORM_INLINE float ToAcc(F16 x) {
+  constexpr uint32_t kRebias = (127 - 15) << 23;
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  // Subnormals go through an integer conversion, since XLA's threads flush subnormal float32 inputs to zero.
+  const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+  const uint32_t normal = (magnitude << 13) + kRebias + (magnitude >= 0x7c00u ? kRebias : 0);
+  const uint32_t bits = magnitude < 0x0400u ? std::bit_cast<uint32_t>(subnormal) : normal;
+  return std::bit_cast<float>(bits | (static_cast<uint32_t>(x.bits & 0x8000u) << 16));
+}
+
+// Rounds to nearest even; NaN stays NaN.
+template <typename T>
+T FromAcc(Acc<T> x);
+template <>
+JAXNORM_INLINE float FromAcc<float>(float x) {
+  return x;
+}
+template <>
+JAXNORM_INLINE double FromAcc<double>(double x) {
+  return x;
+}
+template <>
+JAXNORM_INLINE BF16 FromAcc<BF16>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {static_cast<uint16_t>(x != x ? 0x7fc0u : rounded)};
+}
+template <>
+JAXNORM_INLINE F16 FromAcc<F16>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - ((127 - 15) << 10);
+  normal = magnitude >= 0x47800000u ? 0x7c00u : normal;  // 65536 and above; 65520 to 65536 round up to 0x7c00 by themselves
+  // Adding 0.5, whose last place is 2^-24, rounds to a multiple of float16's smallest subnormal.
+  const uint32_t subnormal =
+      std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
+  uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return {static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u))};
+}
+
+// to[i] = from[i] for n elements.
+template <typename T>
+JAXNORM_INLINE void ToAccRun(const T* from, Acc<T>* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] = ToAcc(from[i]);
+}
+template <typename T>
+JAXNORM_INLINE void FromAccRun(const Acc<T>* from, T* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] = FromAcc<T>(from[i]);
+}
+
+#ifdef __x86_64__
+// float16 has instructions of its own, three times as fast as the integer arithmetic above.
+inline const bool kHasF16C = __builtin_cpu_supports("f16c");
+
+__attribute__((target("avx,f16c"))) inline void ConvertRunF16C(const F16* from, float* to, int64_t n) {
+  for (int64_t start = 0; start < n; start += 8) {
+    const int64_t i = std::min(start, n - 8);  // the last eight may overlap those before
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
+}
+__attribute__((target("avx,f16c"))) inline void ConvertRunF16C(const float* from, F16* to, int64_t n) {
+  for (int64_t start = 0; start < n; start += 8) {
+    const int64_t i = std::min(start, n - 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+  }
+}
+template <>
+JAXNORM_INLINE void ToAccRun<F16>(const F16* from, float* to, int64_t n) {
+  if (kHasF16C && n >= 8) return ConvertRunF16C(from, to, n);
+  for (int64_t i = 0; i < n; ++i) to[i] = ToAcc(from[i]);
+}
+template <>
+JAXNORM_INLINE void FromAccRun<F16>(const float* from, F16* to, int64_t n) {
+  if (kHasF16C && n >= 8) return ConvertRunF16C(from, to, n);
+  for (int64_t i = 0; i < n; ++i) to[i] = FromAcc<F16>(from[i]);
+}
+#endif
+
+// e^x for x <= 0 or NaN: 2^n * e^r with n = round(x / ln 2) and r = x - n ln 2 in [-ln2/2, ln2/2], where e^r is 1 + r + a
+// minimax polynomial. Adding 1.5 * 2^(mantissa bits) rounds to an integer in the low bits; with the exponent bias added
+// as well, shifting those bits into the exponent gives 2^n. The clamp makes n reach the value for which that is 0; it is
+// written so that NaN passes. ln 2 is split so that n * kLn2High is exact without FMA.
+// float32: error below 2 ulp down to the smallest normal number, 0 below.
+JAXNORM_INLINE float ExpNonPositive(float x) {
+  constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  constexpr float kRound = 0x1.8p23f + 127;
+  x = x < -88.0f ? -88.0f : x;
+  const float shifted = x * kLog2E + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * kLn2High) - n * kLn2Low;
+  float p = 0.001381454f;
+  p = p * r + 0.008368745f;
+  p = p * r + 0.04166839f;
+  p = p * r + 0.16666521f;
+  p = p * r + 0.49999994f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return p * std::bit_cast<float>(std::bit_cast<uint32_t>(shifted) << 23);
+}
+// float64: relative error about 1e-15.
+JAXNORM_INLINE double ExpNonPositive(double x) {
+  constexpr double kLog2E = 0x1.71547652b82fep0, kLn2High = 0x1.62e42fefa0000p-1, kLn2Low = 0x1.cf79abc9e3b3ap-40;
+  constexpr double kRound = 0x1.8p52 + 1023;
+  x = x < -709.0 ? -709.0 : x;
+  const double shifted = x * kLog2E + kRound;
+  const double n = shifted - kRound;
+  const double r = (x - n * kLn2High) - n * kLn2Low;
+  double p = 0x1.8d9547c59fa95p-26;
+  p = p * r + 0x1.28d9c7700a9d4p-22;
+  p = p * r + 0x1.71f6931651577p-19;
+  p = p * r + 0x1.a0195f79927e9p-16;
+  p = p * r + 0x1.a019f4eaa4da0p-13;
+  p = p * r + 0x1.6c16c19fbaebdp-10;
+  p = p * r + 0x1.11111113d3583p-7;
+  p = p * r + 0x1.5555555545830p-5;
+  p = p * r + 0x1.555555555488dp-3;
+  p = p * r + 0x1.000000000003ap-1;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  return p * std::bit_cast<double>(std::bit_cast<uint64_t>(shifted) << 52);
+}
+
+// e^x for any x.
+template <typename A>
+JAXNORM_INLINE A Exp(A x) {
+  // The last x for which 2^n above is finite.
+  constexpr A kLargest = std::is_same_v<A, float> ? A{88.3f} : A{709.4};
+  const A e = ExpNonPositive(x);
+  return x > kLargest ? kInfinity<A> : e;
+}
+
+// Calls body(T{}) with the element type that `dtype` names; body returns an ffi::Error.
+template <typename Body>
+ffi::Error DispatchFloat(ffi::DataType dtype, Body&& body) {
+  switch (dtype) {
+    case ffi::F16:
+      return body(F16{});
+    case ffi::BF16:
+      return body(BF16{});
+    case ffi::F32:
+      return body(float{});
+    case ffi::F64:
+      return body(double{});
+    default:
+      return ffi::Error::InvalidArgument("jaxnorm: the dtype must be float16, bfloat16, float32 or float64");
+  }
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CPU_SIMD_H_

@@ -1,0 +1,776 @@
+// softmax and log_softmax along any axis, and their linear maps.
+//
+// An array is seen as [outer, axis, inner], and work is cut into tiles: a range of the axis times one row (inner == 1,
+// where vector code runs along the row: RowLoops) or times a block of neighbouring rows (elsewhere, where vector code
+// runs across them: ColumnLoops). FwdCore and BwdCore hold the formulas, written once for both kinds of loops. A tile
+// that spans the axis is done in one go; of a longer axis first the statistics of all chunks are found, then merged,
+// then used to write the results.
+//
+// Tiles are read in place where that is possible. With a mask, scale, bias or broadcast operand they are first gathered
+// into a buffer of float32 (float64), and the core for that type runs there.
+//
+// NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
+#include <cmath>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+#include "softmax_args.h"
+
+namespace jaxnorm {
+namespace {
+
+// ---- Tiles ----
+
+// Elements of a tile: 128 KiB of float32, so that a buffer stays in the second-level cache.
+template <typename A>
+inline constexpr int64_t kTileElements = 128 * 1024 / sizeof(A);
+// The chunks of a longer row are short enough for the first-level cache, because they are read twice.
+inline constexpr int64_t kRowChunk = 4096;
+// Rows up to this length are worth interleaving; four of them fit the first-level cache.
+inline constexpr int64_t kShortRow = 2048;
+// The most elements in a vector: 64 bytes of a 16-bit type.
+inline constexpr int64_t kMaxLanes = 32;
+inline constexpr int64_t kGatheredElements = 4096;
+// Neighbouring rows in a tile, where inner > 1: at least whole cache lines, at most what the arrays of statistics hold.
+inline constexpr int64_t kMinWidth = 64;
+inline constexpr int64_t kMaxWidth = 512;
+
+// `width` neighbouring rows from `row` on, times `length` axis positions from `start` on. `offset` is where its first
+// element lies in the full array.
+struct Tile {
+  int64_t row, width, start, length, offset;
+};
+
+// How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. Tiles are numbered
+// [group][chunk].
+struct Grid {
+  AxisShape shape;
+  int64_t width, blocks, groups, chunk, chunks;
+
+  Grid(const AxisShape& shape, int64_t width, int64_t chunk)
+      : shape(shape),
+        width(width),
+        blocks((shape.inner + width - 1) / width),
+        groups(shape.outer * blocks),
+        chunk(chunk),
+        chunks((shape.axis + chunk - 1) / chunk) {}
+
+  Tile tile(int64_t index) const {
+    const int64_t group = chunks == 1 ? index : index / chunks, start = (index - group * chunks) * chunk;
+    const int64_t outer = blocks == 1 ? group : group / blocks, i = (group - outer * blocks) * width;
+    return {outer * shape.inner + i, std::min(width, shape.inner - i), start, std::min(chunk, shape.axis - start),
+            (outer * shape.axis + start) * shape.inner + i};
+  }
+};
+
+Grid MakeGrid(const AxisShape& shape, int64_t tile_elements) {
+  if (shape.inner == 1) return Grid(shape, 1, shape.axis <= tile_elements ? shape.axis : kRowChunk);
+  const int64_t fitting = std::clamp(tile_elements / shape.axis, kMinWidth, kMaxWidth);
+  const int64_t blocks = (shape.inner + fitting - 1) / fitting;
+  // Blocks of equal width, rounded up to whole vectors.
+  const int64_t width = std::min(shape.inner, ((shape.inner + blocks - 1) / blocks + 15) / 16 * 16);
+  return Grid(shape, width, std::min(shape.axis, tile_elements / width));
+}
+
+// ---- Gathering ----
+
+// How a tile lies in a buffer and in a full array: `lines` runs of `n` elements. Rows are padded to whole vectors.
+struct Layout {
+  int64_t lines, n, buffer_pitch, memory_pitch;
+
+  Layout(const AxisShape& shape, const Tile& tile) {
+    if (shape.inner == 1) {
+      *this = {tile.width, tile.length, RoundUp(tile.length), shape.axis};
+    } else {
+      *this = {tile.length, tile.width, tile.width, shape.inner};
+    }
+  }
+
+  JAXNORM_INLINE static int64_t RoundUp(int64_t n) { return (n + kMaxLanes - 1) & -kMaxLanes; }
+
+ private:
+  Layout(int64_t lines, int64_t n, int64_t buffer_pitch, int64_t memory_pitch)
+      : lines(lines), n(n), buffer_pitch(buffer_pitch), memory_pitch(memory_pitch) {}
+};
+
+// Two buffers per thread, each for one gathered tile and the slack of a loop that runs to the end of a vector.
+template <typename A, int kIndex>
+A* ThreadBuffer() {
+  alignas(64) static thread_local A buffer[kTileElements<A> + kMaxLanes];
+  return buffer;
+}
+
+// Whether the operand is as large as the full array: a broadcast one has fewer elements, so its last one lies earlier.
+bool IsFull(const Operand& operand, const AxisShape& shape) {
+  return operand.view.RowOffset(shape.rows() - 1) + (shape.axis - 1) * operand.view.axis_stride == shape.size() - 1;
+}
+
+// Calls f(source, step, out, n) for runs of the operand's elements, `step` (0 or 1) apart, that belong at buffer[out...].
+template <typename U, typename F>
+JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, const Tile& tile, F f) {
+  const Broadcast& view = operand.view;
+  const Layout layout(shape, tile);
+  const U* data = static_cast<const U*>(operand.data) + tile.start * view.axis_stride;
+  if (shape.inner == 1) {
+    for (int64_t line = 0; line < layout.lines; ++line) {
+      f(data + view.RowOffset(tile.row + line), view.axis_stride, line * layout.buffer_pitch, layout.n);
+    }
+    return;
+  }
+  // Neighbouring rows are evenly spaced as long as only the last digit of their index moves.
+  const int64_t last = view.ndim - 1;
+  for (int64_t done = 0, n; done < layout.n; done += n) {
+    const int64_t row = tile.row + done;
+    n = std::min(layout.n - done, view.size[last] - row % view.size[last]);
+    const U* source = data + view.RowOffset(row);
+    for (int64_t line = 0; line < layout.lines; ++line) {
+      f(source + line * view.axis_stride, view.stride[last], line * layout.buffer_pitch + done, n);
+    }
+  }
+}
+
+// buffer[i] = combine(buffer[i], operand's element for i) over a tile.
+template <typename U, typename A, typename Combine>
+JAXNORM_INLINE void CombineOperand(const Operand& operand, const AxisShape& shape, const Tile& tile, A* buffer,
+                                   Combine combine) {
+  ForEachRun<U>(operand, shape, tile,
+                [=](const U* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
+                  if (step == 0) {
+                    const U value = *source;
+#pragma omp simd
+                    for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], value);
+                  } else {
+#pragma omp simd
+                    for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], source[i]);
+                  }
+                });
+}
+
+template <typename T>
+JAXNORM_SIMD_CLONES void Gather(const Operand& operand, const AxisShape& shape, const Tile& tile, Acc<T>* buffer) {
+  ForEachRun<T>(operand, shape, tile,
+                [=](const T* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
+                  if (step == 0) {
+                    std::fill_n(buffer + out, n, ToAcc(*source));
+                  } else {
+                    ToAccRun(source, buffer + out, n);
+                  }
+                });
+}
+
+template <typename T>
+JAXNORM_SIMD_CLONES void Scatter(const Acc<T>* buffer, const AxisShape& shape, const Tile& tile, T* out) {
+  const Layout layout(shape, tile);
+  for (int64_t line = 0; line < layout.lines; ++line) {
+    FromAccRun<T>(buffer + line * layout.buffer_pitch, out + tile.offset + line * layout.memory_pitch, layout.n);
+  }
+}
+
+// buffer[i] = value where the mask is off; selected, so that what was there does not matter.
+template <typename A>
+JAXNORM_SIMD_CLONES void FillMasked(const Operand& where, const AxisShape& shape, const Tile& tile, A value, A* buffer) {
+  CombineOperand<uint8_t>(where, shape, tile, buffer,
+                          [=](A x, uint8_t keep) JAXNORM_INLINE_LAMBDA { return keep ? x : value; });
+}
+
+// z = factor * scale * z + bias over a gathered tile.
+template <typename T>
+JAXNORM_SIMD_CLONES void ScaleAndBias(const SoftmaxFwdArgs& args, const Tile& tile, Acc<T>* z) {
+  using A = Acc<T>;
+  const A factor = static_cast<A>(args.factor);
+  if (args.scale) {
+    CombineOperand<T>(args.scale, args.shape, tile, z,
+                      [=](A x, T scale) JAXNORM_INLINE_LAMBDA { return factor * ToAcc(scale) * x; });
+  } else if (factor != 1) {
+    const Layout layout(args.shape, tile);
+    const int64_t size = layout.lines * layout.buffer_pitch;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) z[i] *= factor;
+  }
+  if (args.bias) {
+    CombineOperand<T>(args.bias, args.shape, tile, z,
+                      [](A x, T bias) JAXNORM_INLINE_LAMBDA { return x + ToAcc(bias); });
+  }
+}
+
+// ---- Loops ----
+//
+// Max and Sum reduce f over the axis into one statistic per row; ForEach only calls it. f gets (at, packed, row): the
+// element's position relative to the tile's first one in memory, in a packed buffer, and in an array of statistics.
+// kStep elements are a vector of the type that is read.
+
+// One contiguous row, or several at once: the steps of one row wait for one another, so that short rows take less time
+// interleaved. The loops run over whole vectors, since remainder loops would dominate short rows. So f is called for up
+// to kStep - 1 elements beyond each row, where results are dropped and stores must not matter; those beyond one row come
+// before those of the next.
+template <int kRows>
+class RowLoops {
+ public:
+  static constexpr bool kAlongRows = true;
+
+  // Rows lie `pitch` elements apart.
+  RowLoops(const Tile& tile, int64_t pitch) : n_(tile.length), pitch_(pitch) {}
+
+  template <int64_t kStep, typename A, typename F>
+  JAXNORM_INLINE void Max(A* max, F f) const {
+    Reduce<kStep>(-kInfinity<A>, f, [](A x, A m) JAXNORM_INLINE_LAMBDA { return x > m ? x : m; }, max);
+  }
+
+  template <int64_t kStep, typename A, typename F>
+  JAXNORM_INLINE void Sum(A* sum, F f) const {
+    Reduce<kStep>(A{0}, f, [](A x, A s) JAXNORM_INLINE_LAMBDA { return x + s; }, sum);
+  }
+
+  template <int64_t kStep, typename F>
+  JAXNORM_INLINE void ForEach(F f) const {
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      for (int64_t start = 0; start < n_; start += kStep) {
+        const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
+#pragma omp simd
+        for (int64_t i = 0; i < kStep; ++i) f(at + i, packed + i, row);
+      }
+    }
+  }
+
+  // Calls f(row) for every statistic.
+  template <typename F>
+  JAXNORM_INLINE void ForEachRow(F f) const {
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) f(row);
+  }
+
+  template <typename A>
+  JAXNORM_INLINE void Load(const A* from, A* stat) const {
+    std::copy_n(from, kRows, stat);
+  }
+
+  // What f is to read statistics from: a copy, because a store through a pointer might change the array.
+  template <typename A>
+  struct Copy {
+    A values[kRows];
+    JAXNORM_INLINE A operator[](int64_t row) const { return values[row]; }
+  };
+  template <typename A>
+  JAXNORM_INLINE Copy<A> View(const A* stat) const {
+    Copy<A> copy;
+    ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { copy.values[row] = stat[row]; });
+    return copy;
+  }
+
+ private:
+  // Combines f of all elements of each row, `identity` in place of those beyond. One array element per vector lane: the
+  // compiler keeps them in registers.
+  template <int64_t kStep, typename A, typename F, typename Combine>
+  JAXNORM_INLINE void Reduce(A identity, F f, Combine combine, A* result) const {
+    A lanes[kRows][kStep];
+    for (int row = 0; row < kRows; ++row) {
+#pragma omp simd
+      for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = identity;
+    }
+    const int64_t last = (n_ - 1) & -kStep;
+    for (int64_t start = 0; start < last; start += kStep) {
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) {
+        const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
+#pragma omp simd
+        for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = combine(f(at + i, packed + i, row), lanes[row][i]);
+      }
+    }
+    const int32_t valid = static_cast<int32_t>(n_ - last);
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      const int64_t at = row * pitch_ + last, packed = row * Layout::RoundUp(n_) + last;
+#pragma omp simd
+      for (int32_t i = 0; i < kStep; ++i) {
+        const A x = f(at + i, packed + i, row);
+        lanes[row][i] = combine(i < valid ? x : identity, lanes[row][i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      for (int64_t half = kStep / 2; half > 0; half /= 2) {
+#pragma omp simd
+        for (int64_t i = 0; i < half; ++i) lanes[row][i] = combine(lanes[row][half + i], lanes[row][i]);
+      }
+      result[row] = lanes[row][0];
+    }
+  }
+
+  int64_t n_, pitch_;
+};
+
+// Neighbouring rows: statistics are arrays. Where inner is so small that lines of it would leave vectors empty, many are
+// taken as one longer line (they adjoin in memory), and the statistics of a row are those of its copies, merged.
+class ColumnLoops {
+ public:
+  static constexpr bool kAlongRows = false;
+
+  // Lines of the tile lie `pitch` elements apart.
+  ColumnLoops(const Tile& tile, int64_t pitch) : width_(tile.width), n_(tile.width), pitch_(pitch) {
+    const int64_t size = tile.length * width_;
+    if (width_ == pitch && width_ < kNarrow) {
+      n_ = std::min(size, kMaxWidth / width_ / 16 * 16 * width_);
+      pitch_ = n_;
+    }
+    lines_ = (size + n_ - 1) / n_;
+    last_n_ = size - (lines_ - 1) * n_;
+  }
+
+  template <int64_t kStep, typename A, typename F>
+  JAXNORM_INLINE void Max(A* max, F f) const {
+    const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { max[row] = x > max[row] ? x : max[row]; };
+    for (int64_t row = 0; row < n_; ++row) max[row] = -kInfinity<A>;
+    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    MergeCopies(max, take);
+  }
+
+  template <int64_t kStep, typename A, typename F>
+  JAXNORM_INLINE void Sum(A* sum, F f) const {
+    const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { sum[row] += x; };
+    for (int64_t row = 0; row < n_; ++row) sum[row] = 0;
+    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    MergeCopies(sum, take);
+  }
+
+  template <int64_t kStep, typename F>
+  JAXNORM_INLINE void ForEach(F f) const {
+    for (int64_t line = 0; line < lines_; ++line) {
+      const int64_t n = line + 1 < lines_ ? n_ : last_n_;
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) f(line * pitch_ + i, line * n_ + i, i);
+    }
+  }
+
+  template <typename F>
+  JAXNORM_INLINE void ForEachRow(F f) const {
+#pragma omp simd
+    for (int64_t row = 0; row < n_; ++row) f(row);
+  }
+
+  template <typename A>
+  JAXNORM_INLINE void Load(const A* from, A* stat) const {
+    for (int64_t i = 0; i < width_; ++i) stat[i] = from[i];
+    MakeCopies(stat);
+  }
+
+  template <typename A>
+  JAXNORM_INLINE const A* View(const A* stat) const {
+    return stat;
+  }
+
+ private:
+  static constexpr int64_t kNarrow = 32;
+
+  template <typename A, typename Take>
+  JAXNORM_INLINE void MergeCopies(A* stat, Take take) const {
+    for (int64_t copy = width_; copy < n_; copy += width_) {
+      for (int64_t i = 0; i < width_; ++i) take(i, stat[copy + i]);
+    }
+    MakeCopies(stat);
+  }
+
+  template <typename A>
+  JAXNORM_INLINE void MakeCopies(A* stat) const {
+    for (int64_t copy = width_; copy < n_; ++copy) stat[copy] = stat[copy - width_];
+  }
+
+  int64_t width_, n_, pitch_, lines_, last_n_;
+};
+
+// ---- Cores ----
+//
+// A core does `steps` of one tile. Its statistics are kStats arrays of the tile's width, one after the other.
+
+enum Steps { kWhole, kStatistics, kResults };
+
+// Statistics: the maximum m of z, and the sum s of e^(z - m).
+template <typename S>
+struct FwdCore {
+  using A = Acc<S>;
+  static constexpr int kStats = 2;
+  static constexpr int kRowsTogether = 4;
+  static constexpr int64_t kStep = kLanes<S>;
+  const S* x;
+  S* y;
+  A factor;
+  bool log;
+
+  template <typename Loops>
+  JAXNORM_INLINE void Run(const Tile& tile, int64_t pitch, Steps steps, A* stats) const {
+    const Loops loops(tile, pitch);
+    const S* x_tile = x + tile.offset;
+    S* y_tile = y + tile.offset;
+    const auto z = [=, *this](int64_t at) JAXNORM_INLINE_LAMBDA { return ToAcc(x_tile[at]) * factor; };
+    A max[kMaxWidth], sum[kMaxWidth];
+
+    if (steps == kResults) {
+      loops.Load(stats, max);
+      loops.Load(stats + tile.width, sum);
+    } else {
+      loops.template Max<kStep>(max, [=](int64_t at, int64_t, int64_t) JAXNORM_INLINE_LAMBDA { return z(at); });
+    }
+    if (steps == kWhole && !log) {
+      A* terms = ThreadBuffer<A, 0>();
+      loops.template Sum<kStep>(sum, [=, m = loops.View(max)](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA {
+        return terms[packed] = ExpNonPositive(z(at) - m[row]);
+      });
+      loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
+      loops.template ForEach<kStep>([=, scale = loops.View(sum)](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA {
+        y_tile[at] = FromAcc<S>(terms[packed] * scale[row]);
+      });
+      return;
+    }
+    if (steps != kResults) {
+      A shift[kMaxWidth];
+      loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { shift[row] = FiniteShift(max[row]); });
+      loops.template Sum<kStep>(sum, [=, m = loops.View(shift)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
+        return ExpNonPositive(z(at) - m[row]);
+      });
+    }
+    if (steps == kStatistics) {
+      std::copy_n(max, tile.width, stats);
+      std::copy_n(sum, tile.width, stats + tile.width);
+    } else if (log) {
+      loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = std::log(sum[row]); });
+      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
+        y_tile[at] = FromAcc<S>((z(at) - m[row]) - s[row]);
+      });
+    } else {
+      loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
+      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
+        y_tile[at] = FromAcc<S>(ExpNonPositive(z(at) - m[row]) * s[row]);
+      });
+    }
+  }
+
+  JAXNORM_INLINE static void Merge(const A* from, A* into, int64_t width) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      const A max = from[i] > into[i] ? from[i] : into[i], shift = FiniteShift(max);
+      into[width + i] = into[width + i] * ExpNonPositive(into[i] - shift) + from[width + i] * ExpNonPositive(from[i] - shift);
+      into[i] = max;
+    }
+  }
+
+ private:
+  // What to subtract from z in a sum over a part of the row: in a part that is all -inf, -inf - (-inf) would make a NaN,
+  // which belongs in the result only if the whole row is so; z - max makes it then.
+  JAXNORM_INLINE static A FiniteShift(A max) { return max == -kInfinity<A> ? A{0} : max; }
+};
+
+// Statistic: the sum that the form asks for.
+template <typename S, SoftmaxForm kForm>
+struct BwdCore {
+  using A = Acc<S>;
+  static constexpr int kStats = 1;
+  static constexpr int kRowsTogether = 1;  // its steps are short, and memory is what takes the time
+  static constexpr int64_t kStep = kLanes<S>;
+  const S* y;
+  const S* t;
+  S* out;
+  A factor;
+
+  template <typename Loops>
+  JAXNORM_INLINE void Run(const Tile& tile, int64_t pitch, Steps steps, A* stats) const {
+    const Loops loops(tile, pitch);
+    const S* y_tile = y + tile.offset;
+    const S* t_tile = t + tile.offset;
+    S* out_tile = out + tile.offset;
+    const A factor = this->factor;
+    A sum[kMaxWidth];
+    if (steps == kResults) {
+      loops.Load(stats, sum);
+    } else {
+      loops.template Sum<kStep>(sum, [=](int64_t at, int64_t, int64_t) JAXNORM_INLINE_LAMBDA {
+        return Term(ToAcc(y_tile[at]), ToAcc(t_tile[at]));
+      });
+    }
+    if (steps == kStatistics) {
+      std::copy_n(sum, tile.width, stats);
+      return;
+    }
+    loops.template ForEach<kStep>([=, s = loops.View(sum)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
+      out_tile[at] = FromAcc<S>(factor * Result(ToAcc(y_tile[at]), ToAcc(t_tile[at]), s[row]));
+    });
+  }
+
+  JAXNORM_INLINE static void Merge(const A* from, A* into, int64_t width) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) into[i] += from[i];
+  }
+
+ private:
+  JAXNORM_INLINE static A Term(A y, A t) {
+    if constexpr (kForm == SoftmaxForm::kSoftmax) return y * t;
+    if constexpr (kForm == SoftmaxForm::kLogJvp) return Exp(y) * t;
+    return t;
+  }
+
+  JAXNORM_INLINE static A Result(A y, A t, A sum) {
+    if constexpr (kForm == SoftmaxForm::kSoftmax) return y * (t - sum);
+    if constexpr (kForm == SoftmaxForm::kLogJvp) return t - sum;
+    return t - Exp(y) * sum;
+  }
+};
+
+// Whole rows of one length, `pitch` apart.
+template <typename Core>
+JAXNORM_INLINE void RunRows(const Core& core, int64_t offset, int64_t rows, int64_t length, int64_t pitch) {
+  constexpr int kTogether = Core::kRowsTogether;
+  const auto run = [&]<int kRows>(int64_t row) JAXNORM_INLINE_LAMBDA {
+    const Tile tile{0, kRows, 0, length, offset + row * pitch};
+    core.template Run<RowLoops<kRows>>(tile, pitch, kWhole, nullptr);
+  };
+  int64_t row = 0;
+  if (length <= kShortRow) {
+    for (; row + kTogether <= rows; row += kTogether) run.template operator()<kTogether>(row);
+  }
+  for (; row < rows; ++row) run.template operator()<1>(row);
+}
+
+// Runs tiles [begin, end) in place. The statistics of tile i are at stats[i * kStats * grid.width]; the results of a
+// group are made from those of its first tile.
+template <typename Loops, typename Core>
+JAXNORM_SIMD_CLONES void RunInPlace(const Core& core, const Grid& grid, int64_t begin, int64_t end, Steps steps,
+                                    typename Core::A* stats) {
+  const AxisShape& shape = grid.shape;
+  if constexpr (Loops::kAlongRows) {
+    if (steps == kWhole) {
+      RunRows(core, begin * shape.axis, end - begin, shape.axis, shape.axis);
+      return;
+    }
+  }
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t at = steps == kResults ? i / grid.chunks * grid.chunks : i;
+    core.template Run<Loops>(grid.tile(i), shape.inner, steps, stats + at * Core::kStats * grid.width);
+  }
+}
+
+// Runs a gathered tile, for which the core's pointers are buffers.
+template <typename Loops, typename Core>
+JAXNORM_SIMD_CLONES void RunBuffer(const Core& core, const AxisShape& shape, const Tile& tile, Steps steps,
+                                   typename Core::A* stats) {
+  const Layout layout(shape, tile);
+  if constexpr (Loops::kAlongRows) {
+    if (steps == kWhole) {
+      RunRows(core, 0, layout.lines, layout.n, layout.buffer_pitch);
+      return;
+    }
+  }
+  core.template Run<Loops>({0, tile.width, 0, tile.length, 0}, layout.buffer_pitch, steps, stats);
+}
+
+// Merges the statistics of each group's tiles, in order, into those of its first one.
+template <typename Core>
+JAXNORM_SIMD_CLONES void MergeGroups(const Grid& grid, int64_t begin, int64_t end, typename Core::A* stats) {
+  const int64_t stride = Core::kStats * grid.width;
+  for (int64_t group = begin; group < end; ++group) {
+    typename Core::A* first = stats + group * grid.chunks * stride;
+    for (int64_t chunk = 1; chunk < grid.chunks; ++chunk) {
+      Core::Merge(first + chunk * stride, first, grid.tile(group * grid.chunks).width);
+    }
+  }
+}
+
+// ---- Kernels ----
+//
+// A kernel runs a core in place, or gathers a tile, runs a core in the buffer, and scatters the results.
+
+// float16 is always gathered: its conversions are fast in bulk only (see ToAccRun).
+template <typename T>
+inline constexpr bool kMayBeInPlace = !std::is_same_v<T, F16>;
+
+template <typename T, typename LoopsT>
+struct FwdKernel {
+  using A = Acc<T>;
+  using Loops = LoopsT;
+  using Element = T;
+  using BufferCore = FwdCore<A>;
+  const SoftmaxFwdArgs& args;
+
+  bool InPlace() const { return !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape); }
+
+  FwdCore<T> InPlaceCore() const {
+    return {static_cast<const T*>(args.x.data), static_cast<T*>(args.y), static_cast<A>(args.factor), args.log};
+  }
+
+  void RunGathered(const Tile& tile, Steps steps, A* stats) const {
+    A* z = ThreadBuffer<A, 0>();
+    Gather<T>(args.x, args.shape, tile, z);
+    ScaleAndBias<T>(args, tile, z);
+    if (args.where) FillMasked(args.where, args.shape, tile, -kInfinity<A>, z);
+    RunBuffer<Loops>(BufferCore{z, z, A{1}, args.log}, args.shape, tile, steps, stats);
+    if (steps == kStatistics) return;
+    // Needed for softmax too: a NaN elsewhere in the row has spread to the masked elements.
+    if (args.where) FillMasked(args.where, args.shape, tile, args.log ? -kInfinity<A> : A{0}, z);
+    Scatter<T>(z, args.shape, tile, static_cast<T*>(args.y));
+  }
+};
+
+template <typename T, typename LoopsT, SoftmaxForm kForm>
+struct BwdKernel {
+  using A = Acc<T>;
+  using Loops = LoopsT;
+  using Element = T;
+  using BufferCore = BwdCore<A, kForm>;
+  const SoftmaxBwdArgs& args;
+
+  bool InPlace() const { return !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape); }
+
+  BwdCore<T, kForm> InPlaceCore() const {
+    return {static_cast<const T*>(args.y.data), static_cast<const T*>(args.t.data), static_cast<T*>(args.out),
+            static_cast<A>(args.factor)};
+  }
+
+  void RunGathered(const Tile& tile, Steps steps, A* stats) const {
+    A* y = ThreadBuffer<A, 0>();
+    A* t = ThreadBuffer<A, 1>();
+    Gather<T>(args.y, args.shape, tile, y);
+    Gather<T>(args.t, args.shape, tile, t);
+    if (args.where) {
+      FillMasked(args.where, args.shape, tile, A{0}, y);
+      FillMasked(args.where, args.shape, tile, A{0}, t);
+    }
+    RunBuffer<Loops>(BufferCore{y, t, y, static_cast<A>(args.factor)}, args.shape, tile, steps, stats);
+    if (steps == kStatistics) return;
+    if (args.where) FillMasked(args.where, args.shape, tile, A{0}, y);
+    Scatter<T>(y, args.shape, tile, static_cast<T*>(args.out));
+  }
+};
+
+// ---- Execution ----
+
+// Tiles [begin, end), which one thread runs in order. Memory before `limit` is theirs to write, so that a row may overrun
+// into the next ones; the last ones, which would overrun the limit, are gathered.
+template <typename Kernel>
+void RunSteps(const Kernel& kernel, const Grid& grid, int64_t begin, int64_t end, int64_t limit, Steps steps,
+              typename Kernel::A* stats) {
+  const bool along_rows = grid.shape.inner == 1;
+  int64_t split = begin;
+  if constexpr (kMayBeInPlace<typename Kernel::Element>) {
+    if (kernel.InPlace()) {
+      constexpr int64_t kStep = kLanes<typename Kernel::Element>;
+      for (split = end; along_rows && split > begin; --split) {
+        const Tile last = grid.tile(split - 1);
+        if (last.offset + (last.length + kStep - 1) / kStep * kStep <= limit) break;
+      }
+      RunInPlace<typename Kernel::Loops>(kernel.InPlaceCore(), grid, begin, split, steps, stats);
+    }
+  }
+  // Short rows are gathered several at a time, as many as fit the first-level cache.
+  const int64_t together =
+      along_rows && steps == kWhole ? std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(grid.shape.axis)) : 1;
+  for (int64_t i = split; i < end; i += together) {
+    Tile tile = grid.tile(i);
+    if (along_rows) tile.width = std::min(together, end - i);
+    const int64_t at = steps == kResults ? i / grid.chunks * grid.chunks : i;
+    kernel.RunGathered(tile, steps, stats + at * Kernel::BufferCore::kStats * grid.width);
+  }
+}
+
+template <typename Kernel>
+ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel& kernel) {
+  using A = typename Kernel::A;
+  const AxisShape& shape = kernel.args.shape;
+  const Grid grid = MakeGrid(shape, kTileElements<A>);
+  const int64_t tiles = grid.groups * grid.chunks;
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
+  if (grid.chunks == 1) {
+    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) {
+      const int64_t limit = end < tiles ? grid.tile(end).offset : shape.size();
+      RunSteps(kernel, grid, begin, end, limit, kWhole, static_cast<A*>(nullptr));
+    });
+    return ffi::Error::Success();
+  }
+
+  std::vector<A> stats(tiles * Kernel::BufferCore::kStats * grid.width);
+  const auto run = [&](Steps steps, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = grid.tile(i);
+      RunSteps(kernel, grid, i, i + 1, tile.offset + tile.length, steps, stats.data());
+    }
+  };
+  const auto merge = [&](int64_t begin, int64_t end) {
+    MergeGroups<typename Kernel::BufferCore>(grid, begin, end, stats.data());
+  };
+  // With groups enough for all threads a group stays on one, whose cache may still hold it when it is written.
+  // Otherwise each step is spread by itself.
+  constexpr int64_t kGroupsPerThread = 4;
+  if (grid.groups >= kGroupsPerThread * pool.num_threads()) {
+    ParallelFor(pool, grid.groups, 1, [&](int64_t begin, int64_t end) {
+      run(kStatistics, begin * grid.chunks, end * grid.chunks);
+      merge(begin, end);
+      run(kResults, begin * grid.chunks, end * grid.chunks);
+    });
+  } else {
+    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) { run(kStatistics, begin, end); });
+    ParallelFor(pool, grid.groups, std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunks)), merge);
+    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) { run(kResults, begin, end); });
+  }
+  return ffi::Error::Success();
+}
+
+// ---- Handlers ----
+
+// Calls run.operator()<Loops>() with the loops that suit the shape.
+template <typename Run>
+ffi::Error DispatchLoops(const AxisShape& shape, Run run) {
+  return shape.inner == 1 ? run.template operator()<RowLoops<1>>() : run.template operator()<ColumnLoops>();
+}
+
+ffi::Error SoftmaxFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                      int64_t axis, double factor, bool log, int64_t operands) {
+  SoftmaxFwdArgs args;
+  JAXNORM_RETURN_IF_ERROR(ParseSoftmaxFwd(x, rest, *y, axis, factor, log, operands, &args));
+  if (args.shape.size() == 0) return ffi::Error::Success();
+  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    return DispatchLoops(args.shape, [&]<typename Loops>() { return RunTiles(pool, FwdKernel<T, Loops>{args}); });
+  });
+}
+
+ffi::Error SoftmaxBwd(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest,
+                      ffi::Result<ffi::AnyBuffer> out, int64_t axis, double factor, int64_t form) {
+  SoftmaxBwdArgs args;
+  JAXNORM_RETURN_IF_ERROR(ParseSoftmaxBwd(y, t, rest, *out, axis, factor, form, &args));
+  if (args.shape.size() == 0) return ffi::Error::Success();
+  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    return DispatchLoops(args.shape, [&]<typename Loops>() {
+      switch (args.form) {
+        case SoftmaxForm::kSoftmax:
+          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kSoftmax>{args});
+        case SoftmaxForm::kLogJvp:
+          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kLogJvp>{args});
+        default:
+          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kLogVjp>{args});
+      }
+    });
+  });
+}
+
+}  // namespace
+
+JAXNORM_REGISTER(softmax_fwd, SoftmaxFwd,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::ThreadPool>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .Attr<int64_t>("axis")
+                     .Attr<double>("factor")
+                     .Attr<bool>("log")
+                     .Attr<int64_t>("operands"));
+
+JAXNORM_REGISTER(softmax_bwd, SoftmaxBwd,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::ThreadPool>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .Attr<int64_t>("axis")
+                     .Attr<double>("factor")
+                     .Attr<int64_t>("form"));
+
+}  // namespace jaxnorm

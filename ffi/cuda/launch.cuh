@@ -1,0 +1,101 @@
+// Launching: what a device offers, asked once, and kernel attributes, set once per device.
+#ifndef JAXNORM_CUDA_LAUNCH_CUH_
+#define JAXNORM_CUDA_LAUNCH_CUH_
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <mutex>
+
+#include "registry.h"
+#include "vec.cuh"
+
+namespace jaxnorm {
+
+struct DeviceInfo {
+  int ordinal = 0;
+  int sms = 0;
+  int max_shared_bytes = 0;  // per block, after opting in
+  int l2_bytes = 0;
+  bool clusters = false;     // thread-block clusters and distributed shared memory (Hopper and later)
+};
+
+// Of the current device, which XLA makes that of the call's stream. Cached: handlers run on every execution.
+inline ffi::Error CurrentDevice(const DeviceInfo** info) {
+  constexpr int kMaxDevices = 64;
+  static std::array<DeviceInfo, kMaxDevices> devices;
+  static std::array<std::atomic<bool>, kMaxDevices> known;
+  static std::mutex mutex;
+  int ordinal = 0;
+  if (cudaError_t status = cudaGetDevice(&ordinal); status != cudaSuccess) {
+    return LaunchStatus(status, "cudaGetDevice");
+  }
+  if (ordinal >= kMaxDevices) return ffi::Error::Internal("jaxnorm: more than 64 devices in one process");
+  if (!known[ordinal].load(std::memory_order_acquire)) {
+    const std::lock_guard lock(mutex);
+    DeviceInfo d;
+    d.ordinal = ordinal;
+    int major = 0;
+    for (auto [attribute, value] : {std::pair{cudaDevAttrMultiProcessorCount, &d.sms},
+                                    std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &d.max_shared_bytes},
+                                    std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes},
+                                    std::pair{cudaDevAttrComputeCapabilityMajor, &major}}) {
+      if (cudaError_t status = cudaDeviceGetAttribute(value, attribute, ordinal); status != cudaSuccess) {
+        return LaunchStatus(status, "cudaDeviceGetAttribute");
+      }
+    }
+    d.clusters = major >= 9;
+    devices[ordinal] = d;
+    known[ordinal].store(true, std::memory_order_release);
+  }
+  *info = &devices[ordinal];
+  return ffi::Error::Success();
+}
+
+// Of shared memory, kept for a kernel's own variables; the dynamic part can have the rest.
+inline constexpr int kStaticSharedBytes = 2048;
+
+struct Grid {
+  int64_t blocks = 0;
+  int threads = 0;
+  int shared_bytes = 0;
+  int cluster = 1;  // consecutive blocks that share a row
+};
+
+// Launches kKernel(args...). The opt-in to large shared memory belongs to a kernel and a device, so it is remembered
+// for both; a process may use several devices.
+template <auto kKernel, typename... Args>
+ffi::Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& grid, const char* name,
+                  const Args&... args) {
+  static std::atomic<uint64_t> opted_in{0};
+  const uint64_t bit = uint64_t{1} << device.ordinal;
+  if (grid.shared_bytes > 48 * 1024 && !(opted_in.load(std::memory_order_relaxed) & bit)) {
+    if (cudaError_t status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  device.max_shared_bytes - kStaticSharedBytes);
+        status != cudaSuccess) {
+      return LaunchStatus(status, name);
+    }
+    opted_in.fetch_or(bit, std::memory_order_relaxed);
+  }
+  if (grid.blocks > INT32_MAX) {
+    return ffi::Error::InvalidArgument(std::string("jaxnorm: ") + name + ": more than 2^31 - 1 thread blocks");
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  if (grid.cluster > 1) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  return LaunchStatus(cudaLaunchKernelEx(&config, kKernel, args...), name);
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_LAUNCH_CUH_

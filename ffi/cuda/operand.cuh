@@ -1,0 +1,97 @@
+// Operands on the device: which element belongs to a row, by fast division, and loads of it at any alignment.
+#ifndef JAXNORM_CUDA_OPERAND_CUH_
+#define JAXNORM_CUDA_OPERAND_CUH_
+
+#include "buffers.h"
+#include "vec.cuh"
+
+namespace jaxnorm {
+
+// jaxnorm::Broadcast for device code. FastDiv takes dividends up to INT32_MAX; more rows than that use 64-bit
+// division, which is slow and right.
+template <typename T>
+struct DeviceOperand {
+  const T* data = nullptr;
+  int64_t elements = 0;  // of the array itself
+  int ndim = 0;
+  bool wide = false;
+  FastDiv digit[kMaxBroadcastDims];
+  int64_t size[kMaxBroadcastDims];
+  int64_t stride[kMaxBroadcastDims];
+  int64_t axis_stride = 0;
+
+  DeviceOperand() = default;
+  DeviceOperand(const Operand& operand, int64_t rows)
+      : data(static_cast<const T*>(operand.data)), elements(operand.elements), ndim(operand.view.ndim),
+        wide(rows > INT32_MAX), axis_stride(operand.view.axis_stride) {
+    for (int d = 0; d < ndim; ++d) {
+      size[d] = operand.view.size[d];
+      stride[d] = operand.view.stride[d];
+      if (!wide) digit[d] = FastDiv(static_cast<int32_t>(size[d]));
+    }
+  }
+
+  __device__ __forceinline__ int64_t RowOffset(int64_t row) const {
+    int64_t offset = 0;
+    if (wide) {
+      for (int d = ndim - 1; d > 0; --d) {
+        offset += (row % size[d]) * stride[d];
+        row /= size[d];
+      }
+    } else {
+      for (int d = ndim - 1; d > 0; --d) {
+        uint32_t remainder;
+        row = digit[d].DivMod(static_cast<uint32_t>(row), &remainder);
+        offset += remainder * stride[d];
+      }
+    }
+    return ndim > 0 ? offset + row * stride[0] : 0;
+  }
+};
+
+// One row of an operand that is read along its last axis.
+template <typename T>
+struct OperandRow {
+  const T* row = nullptr;
+  int begin = 0, end = 0;  // elements [begin, end) around `row` exist; what lies beside the row itself is not looked at
+  bool varies = false;     // false: one element for the whole row
+
+  OperandRow() = default;
+  __device__ __forceinline__ OperandRow(const DeviceOperand<T>& operand, int64_t index) {
+    if (operand.data == nullptr) return;
+    const int64_t offset = operand.RowOffset(index);
+    row = operand.data + offset;
+    begin = -static_cast<int>(min(offset, int64_t{kVecBytes}));
+    end = static_cast<int>(min(operand.elements - offset, int64_t{INT32_MAX}));
+    varies = operand.axis_stride != 0;
+  }
+
+  // A row of an array that has all rows, `offset` elements from its start.
+  static __device__ __forceinline__ OperandRow Full(const DeviceOperand<T>& operand, int64_t offset) {
+    OperandRow r;
+    r.row = operand.data + offset;
+    r.end = static_cast<int>(min(operand.elements - offset, int64_t{INT32_MAX}));
+    r.varies = true;
+    return r;
+  }
+
+  // Elements [first, first + kN): one load where they exist and are aligned, else one by one (T() for what is missing).
+  template <int kN>
+  __device__ __forceinline__ Vec<T, kN> Load(int first) const {
+    Vec<T, kN> values;
+    const T* p = row + first;
+    if (varies && first >= begin && first + kN <= end && reinterpret_cast<uintptr_t>(p) % sizeof(values) == 0) {
+      return *reinterpret_cast<const Vec<T, kN>*>(p);
+    }
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const int c = varies ? first + i : 0;
+      values.v[i] = c >= begin && c < end ? row[c] : T();
+    }
+    return values;
+  }
+};
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_OPERAND_CUH_

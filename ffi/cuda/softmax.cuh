@@ -1,0 +1,147 @@
+// What softmax forward and backward share: exponentials and the (maximum, sum) partial.
+#ifndef JAXNORM_CUDA_SOFTMAX_CUH_
+#define JAXNORM_CUDA_SOFTMAX_CUH_
+
+#include <cmath>
+
+#include "operand.cuh"
+#include "rows.cuh"
+#include "softmax_args.h"
+#include "strided.cuh"
+
+namespace jaxnorm {
+
+// Exponents are kept in units that make exp cheap: for the 16-bit types in powers of two, where exp is one MUFU
+// instruction; otherwise natural. z is multiplied by kUnit once, when it is decoded. The rounding of that product, 2^-24
+// relative, is below what the 16-bit types resolve at any offset.
+template <typename T>
+inline constexpr AccT<T> kUnit = sizeof(T) == 2 ? 1.44269504f : AccT<T>(1);
+
+// exp of a number of units.
+template <typename T>
+__device__ __forceinline__ AccT<T> Exp(AccT<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  } else {
+    return exp(x);
+  }
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc Max(Acc a, Acc b) {
+  return fmax(a, b);
+}
+
+// Larger elements of two vectors; NaN loses.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> MaxVec(const Vec<T, N>& a, const Vec<T, N>& b) {
+  Vec<T, N> out;
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const Pair m = __hmax2(Pair(a.v[i], a.v[i + 1]), Pair(b.v[i], b.v[i + 1]));
+      out.v[i] = m.x;
+      out.v[i + 1] = m.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.v[i] = Max(a.v[i], b.v[i]);
+  }
+  return out;
+}
+
+// Largest element; NaN loses.
+template <typename T, int N>
+__device__ __forceinline__ T MaxElement(const Vec<T, N>& a) {
+  if constexpr (N == 1) {
+    return a.v[0];
+  } else {
+    Vec<T, N / 2> low, high;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      low.v[i] = a.v[i];
+      high.v[i] = a.v[i + N / 2];
+    }
+    if constexpr (N == 2 && sizeof(T) == 2) return __hmax(low.v[0], high.v[0]);
+    return MaxElement(MaxVec(low, high));
+  }
+}
+
+// m if it can be subtracted. A maximum of -inf means that every element is; subtracting 0 then leaves exp = 0 for them,
+// where -inf - -inf would be NaN before all of the row is known.
+template <typename Acc>
+__device__ __forceinline__ Acc Finite(Acc m) {
+  return m == -Acc(INFINITY) ? Acc(0) : m;
+}
+
+// Maximum m and sum of exp(z - m) of some elements z, in units. NaN is not carried by m but by the sum: fmax drops it, exp keeps it.
+template <typename T>
+struct MaxSum {
+  using Acc = AccT<T>;
+  Acc max, sum;
+
+  static __device__ __forceinline__ MaxSum Identity() { return {-Acc(INFINITY), 0}; }
+  // Equal maxima, infinite ones too, need no rescaling (and inf - inf would be NaN).
+  static __device__ __forceinline__ Acc Rescale(Acc from, Acc to) { return from == to ? Acc(1) : Exp<T>(from - to); }
+  static __device__ __forceinline__ MaxSum Merge(MaxSum a, MaxSum b) {
+    const Acc m = Max(a.max, b.max);
+    return {m, a.sum * Rescale(a.max, m) + b.sum * Rescale(b.max, m)};
+  }
+  static __device__ __forceinline__ MaxSum MergeLanes(MaxSum p, int width) {
+    const Acc m = LaneReduce(p.max, width, [](Acc a, Acc b) { return Max(a, b); });
+    return {m, LaneReduce(p.sum * Rescale(p.max, m), width, [](Acc a, Acc b) { return a + b; })};
+  }
+};
+
+template <typename T>
+struct Sum {
+  using Acc = AccT<T>;
+  Acc sum;
+  static __device__ __forceinline__ Sum Identity() { return {0}; }
+  static __device__ __forceinline__ Sum Merge(Sum a, Sum b) { return {a.sum + b.sum}; }
+  static __device__ __forceinline__ Sum MergeLanes(Sum p, int width) {
+    return {LaneReduce(p.sum, width, [](Acc a, Acc b) { return a + b; })};
+  }
+};
+
+// Runs a softmax operation along its axis. `simple`: no optional operand.
+// float64 takes the general mode always: it is there to be right, not to fill the code with more kernels.
+template <template <typename, Mode> typename Op, typename Args>
+ffi::Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, ffi::AnyBuffer scratch, const char* name) {
+  const AxisShape& shape = args.shape;
+  JAXNORM_CHECK(shape.axis < INT32_MAX / 2);  // positions within a row are 32-bit; Python lowers the formula instead
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> ffi::Error {
+    using General = Op<T, Mode::kGeneral>;
+    constexpr int kVec = kVecSize<T>;
+    const General general(args);
+    bool full = simple && IsVecAligned(general.Output());
+    for (int k = 0; k < General::kInputs; ++k) {
+      full = full && IsVecAligned(general.Input(k).data) && general.Input(k).elements == shape.size();
+    }
+    const bool last = shape.inner == 1;
+    const bool whole = (last ? shape.axis : shape.inner) % kVec == 0;
+    const int slots = static_cast<int>(CeilDiv(shape.axis, kVec)) + (full && whole ? 0 : 1);
+    const bool split = last && slots > MaxRowSlots<General>(*device);
+    if (split) JAXNORM_CHECK(scratch.size_bytes() >= kMaxSplitPartials * sizeof(typename General::Partial));
+    if constexpr (!std::is_same_v<T, double>) {
+      using Ragged = Op<T, Mode::kRagged>;
+      using Plain = Op<T, Mode::kPlain>;
+      if (full && split) return LaunchSplit(*device, stream, Ragged(args), slots, scratch.untyped_data(), name);
+      if (full && last && whole) return LaunchRow(*device, stream, Plain(args), slots, name);
+      if (full && last) return LaunchRow(*device, stream, Ragged(args), slots, name);
+      if (full && whole) return LaunchStrided<Plain, kVec>(*device, stream, Plain(args), shape, name);
+    }
+    if (split) return LaunchSplit(*device, stream, general, slots, scratch.untyped_data(), name);
+    if (last) return LaunchRow(*device, stream, general, slots, name);
+    return LaunchStrided<General, 1>(*device, stream, general, shape, name);
+  });
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_SOFTMAX_CUH_

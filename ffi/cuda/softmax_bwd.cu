@@ -1,0 +1,226 @@
+// The linear maps behind softmax's and log_softmax's derivatives (forms in softmax_args.h): y and t read once, the result
+// written once (3 * rows * cols * sizeof(T) bytes).
+#include "softmax.cuh"
+
+namespace jaxnorm {
+namespace {
+
+template <typename T_, Mode kMode_>
+struct SoftmaxBwd {
+  using T = T_;
+  using Acc = AccT<T>;
+  using Partial = Sum<T>;
+  static constexpr Mode kMode = kMode_;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kInputs = 2;
+
+  int64_t rows;
+  int cols;
+  DeviceOperand<T> y, t;
+  DeviceOperand<bool> where;
+  T* out;
+  Acc factor;
+  SoftmaxForm form;
+
+  SoftmaxBwd(const SoftmaxBwdArgs& args)
+      : rows(args.shape.rows()), cols(static_cast<int>(args.shape.axis)), y(args.y, rows), t(args.t, rows), where(args.where, rows),
+        out(static_cast<T*>(args.out)), factor(static_cast<Acc>(args.factor)), form(args.form) {}
+
+  // ---- Rows (rows.cuh) ----
+
+  struct Row {
+    T* out;
+    SlotGrid<T, kMode> grid;
+    OperandRow<T> y, t;
+    OperandRow<bool> where;
+  };
+  // Kept as they were loaded, which takes half the registers of float32; elements outside the row and masked ones have
+  // t = 0 and a `masked` bit.
+  struct Slot {
+    Vec<T, kVec> y, t;
+    unsigned masked;
+    static __device__ __forceinline__ Slot Neutral() {
+      Slot s;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) s.y.v[i] = s.t.v[i] = FromAcc<T>(Acc(0));
+      s.masked = 0;
+      return s;
+    }
+  };
+  struct Final {
+    Acc scaled_sum;
+  };
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
+    T* row = out + index * cols;
+    Row r = {row, {row, cols}, {}, {}, {}};
+    if constexpr (kGeneral) {
+      r.y = OperandRow<T>(y, index);
+      r.t = OperandRow<T>(t, index);
+      r.where = OperandRow<bool>(where, index);
+    } else {
+      r.y = OperandRow<T>::Full(y, index * cols);
+      r.t = OperandRow<T>::Full(t, index * cols);
+    }
+    return r;
+  }
+
+  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const { return k == 0 ? row.y : row.t; }
+
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const Vec<T, kVec> (&raw)[2], Slot& out_slot) const {
+    const int first = row.grid.First(slot);
+    out_slot.y = raw[0];
+    out_slot.t = raw[1];
+    out_slot.masked = 0;
+    if constexpr (kGeneral) {
+      if (row.where.row != nullptr) {
+        const auto w = row.where.template Load<kVec>(first);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (!w.v[i]) {
+            out_slot.masked |= 1u << i;
+            out_slot.y.v[i] = out_slot.t.v[i] = FromAcc<T>(Acc(0));
+          }
+        }
+      }
+    }
+    if (!row.grid.Whole(first)) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (first + i < 0 || first + i >= cols) out_slot.y.v[i] = out_slot.t.v[i] = FromAcc<T>(Acc(0));
+      }
+    }
+  }
+
+  __device__ __forceinline__ static Acc ExpOf(T y) { return Exp<T>(ToAcc(y) * kUnit<T>); }
+
+  // What element (y, t) adds to the sum.
+  template <SoftmaxForm kForm>
+  __device__ __forceinline__ static Acc Term(T y, T t) {
+    if constexpr (kForm == SoftmaxForm::kLogVjp) return ToAcc(t);
+    return (kForm == SoftmaxForm::kSoftmax ? ToAcc(y) : ExpOf(y)) * ToAcc(t);
+  }
+
+  // Its result, given factor * sum.
+  template <SoftmaxForm kForm>
+  __device__ __forceinline__ Acc Value(T y, T t, Acc scaled_sum) const {
+    if constexpr (kForm == SoftmaxForm::kSoftmax) return ToAcc(y) * fma(ToAcc(t), factor, -scaled_sum);
+    if constexpr (kForm == SoftmaxForm::kLogJvp) return fma(ToAcc(t), factor, -scaled_sum);
+    return fma(ToAcc(t), factor, -ExpOf(y) * scaled_sum);
+  }
+
+  // Calls f.operator()<form>(): the choice is made once per group of elements, not for each.
+  template <typename F>
+  __device__ __forceinline__ void WithForm(F f) const {
+    switch (form) {
+      case SoftmaxForm::kSoftmax:
+        return f(std::integral_constant<SoftmaxForm, SoftmaxForm::kSoftmax>());
+      case SoftmaxForm::kLogJvp:
+        return f(std::integral_constant<SoftmaxForm, SoftmaxForm::kLogJvp>());
+      default:
+        return f(std::integral_constant<SoftmaxForm, SoftmaxForm::kLogVjp>());
+    }
+  }
+
+  template <int kN>
+  __device__ __forceinline__ Partial Reduce(Slot (&slots)[kN], int width) const {
+    Acc sum = 0;
+    WithForm([&](auto kForm) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sum += Term<kForm>(slots[j].y.v[i], slots[j].t.v[i]);
+      }
+    });
+    return Partial::MergeLanes({sum}, width);
+  }
+
+  __device__ __forceinline__ void Prepare(Slot&, const Partial&) const {}
+  __device__ __forceinline__ Final Finish(const Partial& total) const { return {total.sum * factor}; }
+
+  __device__ __forceinline__ void Store(const Row& row, int slot, const Slot& kept, const Final& final) const {
+    Acc result[kVec];
+    WithForm([&](auto kForm) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) result[i] = Value<kForm>(kept.y.v[i], kept.t.v[i], final.scaled_sum);
+    });
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (kept.masked >> i & 1) result[i] = 0;
+      }
+    }
+    StoreSlot(row.out, row.grid, row.grid.First(slot), result);
+  }
+
+  // ---- Columns (strided.cuh) ----
+
+  __host__ __device__ __forceinline__ const DeviceOperand<T>& Input(int k) const { return k == 0 ? y : t; }
+  __host__ __device__ __forceinline__ T* Output() const { return out; }
+
+  struct Column {
+    const bool* where = nullptr;
+  };
+
+  __device__ __forceinline__ Column BeginColumn(int64_t index) const {
+    Column c;
+    if (kGeneral && where.data != nullptr) c.where = where.data + where.RowOffset(index);
+    return c;
+  }
+
+  __device__ __forceinline__ bool Masked(const Column& column, int a) const {
+    return kGeneral && column.where != nullptr && !column.where[a * where.axis_stride];
+  }
+
+  template <int kN, typename ForEach>
+  __device__ __forceinline__ void ReduceColumns(Partial (&own)[kN], const Column& column, ForEach for_each) const {
+#pragma unroll
+    for (int v = 0; v < kN; ++v) own[v] = Partial::Identity();
+    WithForm([&](auto kForm) {
+      for_each([&](int a, const Vec<T, kN>(&raw)[2]) {
+        if (Masked(column, a)) return;
+#pragma unroll
+        for (int v = 0; v < kN; ++v) own[v].sum += Term<kForm>(raw[0].v[v], raw[1].v[v]);
+      });
+    });
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void ColumnResult(const Vec<T, kN> (&raw)[2], const Column& column, int a,
+                                               const Partial (&)[kN], const Final (&final)[kN],
+                                               Acc (&result)[kN]) const {
+    const bool masked = Masked(column, a);
+    WithForm([&](auto kForm) {
+#pragma unroll
+      for (int v = 0; v < kN; ++v) {
+        result[v] = masked ? Acc(0) : Value<kForm>(raw[0].v[v], raw[1].v[v], final[v].scaled_sum);
+      }
+    });
+  }
+};
+
+ffi::Error SoftmaxBwdHandler(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest,
+                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t axis,
+                             double factor, int64_t form) {
+  SoftmaxBwdArgs args;
+  JAXNORM_RETURN_IF_ERROR(ParseSoftmaxBwd(y, t, rest, *out, axis, factor, form, &args));
+  if (args.shape.size() == 0) return ffi::Error::Success();
+  return LaunchSoftmax<SoftmaxBwd>(stream, args, rest.size() == 0, *scratch, "softmax_bwd");
+}
+
+JAXNORM_REGISTER(softmax_bwd, SoftmaxBwdHandler,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .Ret<ffi::AnyBuffer>()
+                     .Attr<int64_t>("axis")
+                     .Attr<double>("factor")
+                     .Attr<int64_t>("form"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

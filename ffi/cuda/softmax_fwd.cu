@@ -1,0 +1,286 @@
+// softmax and log_softmax, forward: x read once, y written once (2 * rows * cols * sizeof(T) bytes).
+#include "softmax.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// y = exp(z - max) / sum or z - max - log(sum), with z = factor * scale * x + bias where `where` is true.
+template <typename T_, Mode kMode_>
+struct SoftmaxFwd {
+  using T = T_;
+  using Acc = AccT<T>;
+  using Partial = MaxSum<T>;
+  static constexpr Mode kMode = kMode_;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kInputs = 1;
+  static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
+
+  int64_t rows;
+  int cols;
+  DeviceOperand<T> x, scale, bias;
+  DeviceOperand<bool> where;
+  T* y;
+  Acc factor;  // times kUnit
+  bool log;
+
+  SoftmaxFwd(const SoftmaxFwdArgs& args)
+      : rows(args.shape.rows()), cols(static_cast<int>(args.shape.axis)), x(args.x, rows), scale(args.scale, rows),
+        bias(args.bias, rows), where(args.where, rows), y(static_cast<T*>(args.y)),
+        factor(static_cast<Acc>(args.factor) * kUnit<T>), log(args.log) {}
+
+  __host__ __device__ __forceinline__ const DeviceOperand<T>& Input(int) const { return x; }
+  __host__ __device__ __forceinline__ T* Output() const { return y; }
+
+  // ---- Rows (rows.cuh) ----
+
+  struct Row {
+    T* y;
+    SlotGrid<T, kMode> grid;
+    OperandRow<T> x, scale, bias;
+    OperandRow<bool> where;
+  };
+  struct Slot {
+    Vec<T, kVec> x;    // after Decode, except
+    Acc v[kVec];       // kGeneral: z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
+    unsigned masked;   // kGeneral: bit i: element i is masked
+    static __device__ __forceinline__ Slot Neutral() {
+      Slot s;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        s.x.v[i] = FromAcc<T>(-Acc(INFINITY));
+        s.v[i] = -Acc(INFINITY);
+      }
+      s.masked = 0;
+      return s;
+    }
+  };
+  struct Final {
+    Acc scale, shift;  // y = v * scale + shift
+  };
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
+    T* row = y + index * cols;
+    Row r = {row, {row, cols}, {}, {}, {}, {}};
+    if constexpr (kGeneral) {
+      r.x = OperandRow<T>(x, index);
+      r.scale = OperandRow<T>(scale, index);
+      r.bias = OperandRow<T>(bias, index);
+      r.where = OperandRow<bool>(where, index);
+    } else {
+      r.x = OperandRow<T>::Full(x, index * cols);
+    }
+    return r;
+  }
+
+  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int) const { return row.x; }
+
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const Vec<T, kVec> (&raw)[1], Slot& out) const {
+    const int first = row.grid.First(slot);
+    out.x = raw[0];
+    out.masked = 0;
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * factor;
+      if (row.scale.row != nullptr) {
+        const auto s = row.scale.template Load<kVec>(first);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.v[i] *= ToAcc(s.v[i]);
+      }
+      if (row.bias.row != nullptr) {
+        const auto b = row.bias.template Load<kVec>(first);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.v[i] += ToAcc(b.v[i]) * kUnit<T>;
+      }
+      if (row.where.row != nullptr) {
+        const auto w = row.where.template Load<kVec>(first);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (!w.v[i]) {
+            out.v[i] = -Acc(INFINITY);
+            out.masked |= 1u << i;
+          }
+        }
+      }
+    }
+    if (!row.grid.Whole(first)) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (first + i < 0 || first + i >= cols) {
+          out.x.v[i] = FromAcc<T>(-Acc(INFINITY));
+          out.v[i] = -Acc(INFINITY);
+        }
+      }
+    }
+  }
+
+  // z - reference with one rounding (two in kGeneral).
+  __device__ __forceinline__ Acc Shifted(const Slot& slot, int i, Acc reference) const {
+    if constexpr (kGeneral) return slot.v[i] - reference;
+    return fma(ToAcc(slot.x.v[i]), factor, -reference);
+  }
+
+  template <int kN>
+  __device__ __forceinline__ Acc MaxOf(const Slot (&slots)[kN]) const {
+    if constexpr (kGeneral) {
+      Acc m = slots[0].v[0];
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) m = Max(m, slots[j].v[i]);
+      }
+      return m;
+    } else {
+      // Compared as stored, two at a time for the 16-bit types; multiplied once. The factor is positive here.
+      Vec<T, kVec> m = slots[0].x;
+#pragma unroll
+      for (int j = 1; j < kN; ++j) m = MaxVec(m, slots[j].x);
+      return ToAcc(MaxElement(m)) * factor;
+    }
+  }
+
+  // The maximum over the lanes comes first, so that lanes then merge by adding.
+  template <int kN>
+  __device__ __forceinline__ Partial Reduce(Slot (&slots)[kN], int width) const {
+    const Acc m = LaneReduce(MaxOf(slots), width, [](Acc a, Acc b) { return Max(a, b); });
+    const Acc reference = Finite(m);
+    Acc sum = 0;
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const Acc shifted = Shifted(slots[j], i, reference);
+        const Acc e = Exp<T>(shifted);
+        sum += e;
+        slots[j].v[i] = log ? shifted : e;
+      }
+    }
+    return {m, LaneReduce(sum, width, [](Acc a, Acc b) { return a + b; })};
+  }
+
+  __device__ __forceinline__ void Prepare(Slot& slot, const Partial& total) const {
+    const Acc reference = Finite(total.max);
+    if (log) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) slot.v[i] = Shifted(slot, i, reference);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) slot.v[i] = Exp<T>(Shifted(slot, i, reference));
+    }
+  }
+
+  __device__ __forceinline__ Final Finish(const Partial& total) const {
+    // A maximum of -inf (nothing but -inf in the row) makes every result NaN; one of +inf has made the sum NaN already.
+    const Acc zero_or_nan = total.max == -Acc(INFINITY) ? Acc(NAN) : Acc(0);
+    if (log) return {kPerUnit, zero_or_nan - ::log(total.sum)};
+    return {Acc(1) / total.sum, zero_or_nan};
+  }
+
+  __device__ __forceinline__ void Store(const Row& row, int slot, const Slot& kept, const Final& final) const {
+    Acc out[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      out[i] = fma(kept.v[i], final.scale, final.shift);
+      if (kGeneral && (kept.masked >> i & 1)) out[i] = log ? -Acc(INFINITY) : Acc(0);
+    }
+    StoreSlot(row.y, row.grid, row.grid.First(slot), out);
+  }
+
+  // ---- Columns (strided.cuh) ----
+
+  struct Column {
+    const T *scale = nullptr, *bias = nullptr;
+    const bool* where = nullptr;
+  };
+
+  __device__ __forceinline__ Column BeginColumn(int64_t index) const {
+    Column c;
+    if constexpr (kGeneral) {
+      if (scale.data != nullptr) c.scale = scale.data + scale.RowOffset(index);
+      if (bias.data != nullptr) c.bias = bias.data + bias.RowOffset(index);
+      if (where.data != nullptr) c.where = where.data + where.RowOffset(index);
+    }
+    return c;
+  }
+
+  // z of one element in kGeneral; masked: -inf.
+  __device__ __forceinline__ Acc ColumnZ(T raw, const Column& column, int a, bool& masked) const {
+    Acc z = ToAcc(raw) * factor;
+    if (column.scale != nullptr) z *= ToAcc(column.scale[a * scale.axis_stride]);
+    if (column.bias != nullptr) z += ToAcc(column.bias[a * bias.axis_stride]) * kUnit<T>;
+    masked = column.where != nullptr && !column.where[a * where.axis_stride];
+    return masked ? -Acc(INFINITY) : z;
+  }
+
+  template <int kN, typename ForEach>
+  __device__ __forceinline__ void ReduceColumns(Partial (&own)[kN], const Column& column, ForEach for_each) const {
+    using V = Vec<T, kN>;
+    bool masked;
+    if constexpr (kGeneral) {
+      own[0] = Partial::Identity();
+      for_each([&](int a, const V(&raw)[1]) { own[0].max = Max(own[0].max, ColumnZ(raw[0].v[0], column, a, masked)); });
+    } else {
+      V m;
+#pragma unroll
+      for (int v = 0; v < kN; ++v) m.v[v] = FromAcc<T>(-Acc(INFINITY));
+      for_each([&](int, const V(&raw)[1]) { m = MaxVec(m, raw[0]); });
+#pragma unroll
+      for (int v = 0; v < kN; ++v) own[v] = {ToAcc(m.v[v]) * factor, 0};
+    }
+    for_each([&](int a, const V(&raw)[1]) {
+#pragma unroll
+      for (int v = 0; v < kN; ++v) {
+        const Acc reference = Finite(own[v].max);
+        if constexpr (kGeneral) {
+          own[v].sum += Exp<T>(ColumnZ(raw[0].v[v], column, a, masked) - reference);
+        } else {
+          own[v].sum += Exp<T>(fma(ToAcc(raw[0].v[v]), factor, -reference));
+        }
+      }
+    });
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void ColumnResult(const Vec<T, kN> (&raw)[1], const Column& column, int a,
+                                               const Partial (&total)[kN], const Final (&final)[kN],
+                                               Acc (&result)[kN]) const {
+#pragma unroll
+    for (int v = 0; v < kN; ++v) {
+      bool masked = false;
+      const Acc reference = Finite(total[v].max);
+      Acc shifted;
+      if constexpr (kGeneral) {
+        shifted = ColumnZ(raw[0].v[v], column, a, masked) - reference;
+      } else {
+        shifted = fma(ToAcc(raw[0].v[v]), factor, -reference);
+      }
+      result[v] = fma(log ? shifted : Exp<T>(shifted), final[v].scale, final[v].shift);
+      if (masked) result[v] = log ? -Acc(INFINITY) : Acc(0);
+    }
+  }
+};
+
+ffi::Error SoftmaxFwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest,
+                             ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> scratch, int64_t axis,
+                             double factor, bool log, int64_t operands) {
+  SoftmaxFwdArgs args;
+  JAXNORM_RETURN_IF_ERROR(ParseSoftmaxFwd(x, rest, *y, axis, factor, log, operands, &args));
+  if (args.shape.size() == 0) return ffi::Error::Success();
+  return LaunchSoftmax<SoftmaxFwd>(stream, args, operands == 0 && factor > 0, *scratch, "softmax_fwd");
+}
+
+JAXNORM_REGISTER(softmax_fwd, SoftmaxFwdHandler,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .Ret<ffi::AnyBuffer>()
+                     .Attr<int64_t>("axis")
+                     .Attr<double>("factor")
+                     .Attr<bool>("log")
+                     .Attr<int64_t>("operands"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

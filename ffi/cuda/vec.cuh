@@ -1,0 +1,209 @@
+// What every CUDA kernel here uses: 16-byte vectors, the types arithmetic is done in, fast division, and the host-side
+// glue from FFI dtypes and CUDA errors. Nothing in this file knows an operation.
+#ifndef JAXNORM_CUDA_VEC_CUH_
+#define JAXNORM_CUDA_VEC_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "registry.h"
+
+namespace jaxnorm {
+
+// ---- Arithmetic types ----
+
+template <typename T>
+struct AccTOf {
+  using type = float;
+};
+template <>
+struct AccTOf<double> {
+  using type = double;
+};
+// What values of T are summed, scaled and exponentiated in: float32, or float64 for float64.
+template <typename T>
+using AccT = typename AccTOf<T>::type;
+
+__device__ __forceinline__ float ToAcc(__half x) { return __half2float(x); }
+__device__ __forceinline__ float ToAcc(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float ToAcc(float x) { return x; }
+__device__ __forceinline__ double ToAcc(double x) { return x; }
+
+// Rounds to nearest, ties to even.
+template <typename T>
+__device__ __forceinline__ T FromAcc(AccT<T> x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
+// ---- 16-byte vectors ----
+
+inline constexpr int kVecBytes = 16;  // widest load or store of one thread before sm_100
+template <typename T>
+inline constexpr int kVecSize = kVecBytes / sizeof(T);
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T v[N];
+};
+
+// Rounds N values at once: the 16-bit types have an instruction that converts and packs two.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> RoundVec(const AccT<T> (&values)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    struct alignas(sizeof(T) * N) Pairs {
+      Pair p[N / 2];
+    } pairs;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {
+        pairs.p[i] = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+      } else {
+        pairs.p[i] = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+      }
+    }
+    return reinterpret_cast<const Vec<T, N>&>(pairs);
+  } else {
+    Vec<T, N> out;
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.v[i] = FromAcc<T>(values[i]);
+    return out;
+  }
+}
+
+// kStreaming marks lines as first to evict: for data that nothing reads again soon.
+enum class Cache { kDefault, kStreaming };
+
+// Reads 16 bytes; p is 16-byte aligned and in global memory, which the kernel does not write (read-only path).
+template <Cache kCache = Cache::kDefault, typename T>
+__device__ __forceinline__ Vec<T, kVecSize<T>> Load(const T* p) {
+  const auto* words = reinterpret_cast<const uint4*>(p);
+  if constexpr (kCache == Cache::kStreaming) {
+    return std::bit_cast<Vec<T, kVecSize<T>>>(__ldcs(words));
+  } else {
+    return std::bit_cast<Vec<T, kVecSize<T>>>(__ldg(words));
+  }
+}
+
+// Writes 16 bytes; p is 16-byte aligned and in global memory.
+template <Cache kCache = Cache::kDefault, typename T>
+__device__ __forceinline__ void Store(T* p, const Vec<T, kVecSize<T>>& value) {
+  const auto words = std::bit_cast<uint4>(value);
+  if constexpr (kCache == Cache::kStreaming) {
+    __stcs(reinterpret_cast<uint4*>(p), words);
+  } else {
+    // Not `*p = words`, which nvcc 13.0 merged with scalar stores of another branch and so split into narrower ones.
+    // Not __stwb either, which compiles to a store with memory ordering (STG.STRONG.SM).
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  }
+}
+
+// Copies a vector from global to shared memory, 16 bytes of it asynchronously: complete after CopyWait. Only the first
+// `bytes` of them are read, the rest becomes 0.
+template <typename V>
+__device__ __forceinline__ void CopyAsync(V* shared, const V* global, int bytes = kVecBytes) {
+  if constexpr (sizeof(V) == kVecBytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+                 "l"(global), "r"(bytes)
+                 : "memory");
+  } else {
+    *shared = *global;
+  }
+}
+
+// Ends a group of copies. CopyWait<n> waits until at most the n latest groups are still under way.
+__device__ __forceinline__ void CopyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void CopyWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__host__ __device__ inline bool IsVecAligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kVecBytes == 0; }
+
+// ---- Division by a number known at launch ----
+
+// n / d for 0 <= n <= INT32_MAX and 1 <= d <= INT32_MAX: one multiply-high and one shift in place of ~20 instructions.
+//
+// Granlund & Montgomery, "Division by Invariant Integers using Multiplication" (PLDI 1994), theorem 4.2 with N = 31:
+// floor(n / d) = floor(m * n / 2^(31 + s)) for all n < 2^31 if 2^(31 + s) <= m * d <= 2^(31 + s) + 2^s.
+// With s = ceil(log2 d), m = ceil(2^(31 + s) / d) satisfies it, as m * d exceeds 2^(31 + s) by less than d <= 2^s.
+// m fits 32 bits: d >= 2^(s - 1) + 1 and s <= 31 give 2^(31 + s) / d < 2^32 - 3 (for d = 1, m is 2^31).
+// Multiplying 2n, which fits 32 bits too, turns the shift by 31 + s into "upper word, then shift by s".
+class FastDiv {
+ public:
+  FastDiv() = default;
+  explicit FastDiv(int32_t d) : divisor_(d), shift_(std::bit_width(divisor_ - 1)) {
+    multiplier_ = static_cast<uint32_t>(((uint64_t{1} << (31 + shift_)) + divisor_ - 1) / divisor_);
+  }
+
+  __host__ __device__ __forceinline__ uint32_t divisor() const { return divisor_; }
+
+  __host__ __device__ __forceinline__ uint32_t Div(uint32_t n) const {
+    return static_cast<uint32_t>(uint64_t{2 * n} * multiplier_ >> 32) >> shift_;
+  }
+
+  // Returns n / d, and n % d in *remainder.
+  __host__ __device__ __forceinline__ uint32_t DivMod(uint32_t n, uint32_t* remainder) const {
+    const uint32_t quotient = Div(n);
+    *remainder = n - quotient * divisor_;
+    return quotient;
+  }
+
+ private:
+  uint32_t divisor_ = 1;
+  uint32_t shift_ = 0;
+  uint32_t multiplier_ = 1u << 31;
+};
+
+// ---- Host glue ----
+
+// Calls f(std::type_identity<T>()) with the C++ type of `dtype`; f returns ffi::Error.
+template <typename F>
+ffi::Error DispatchFloat(ffi::DataType dtype, F&& f) {
+  switch (dtype) {
+    case ffi::F16:
+      return f(std::type_identity<__half>());
+    case ffi::BF16:
+      return f(std::type_identity<__nv_bfloat16>());
+    case ffi::F32:
+      return f(std::type_identity<float>());
+    case ffi::F64:
+      return f(std::type_identity<double>());
+    default:
+      return ffi::Error::InvalidArgument(
+          "jaxnorm: dtype must be float16, bfloat16, float32 or float64, got FFI type " +
+          std::to_string(static_cast<int>(dtype)));
+  }
+}
+
+// Calls f(std::bool_constant<value>()): a run-time flag becomes a template argument without a macro.
+template <typename F>
+ffi::Error DispatchBool(bool value, F&& f) {
+  return value ? f(std::true_type()) : f(std::false_type());
+}
+
+// `what` names the call that returned `status`.
+inline ffi::Error LaunchStatus(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string("jaxnorm: ") + what + ": " + cudaGetErrorString(status));
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_VEC_CUH_

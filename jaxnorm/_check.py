@@ -12,7 +12,7 @@ def float_array(op: str, name: str, value) -> jax.Array:
     """`value` as an array of one of the four supported floating-point types."""
     try:
         dtype = jnp.result_type(value)
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = None
     if dtype is None or isinstance(value, (str, bytes, list, tuple)):
         raise TypeError(

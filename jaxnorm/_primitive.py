@@ -108,11 +108,13 @@ def define_primitive(
     abstract: Callable,
     reference: Callable,
     attributes: Callable[..., dict],
+    describe: Callable[..., str],
     sharding_rule: Callable[..., SdyShardingRule],
     partition: Callable[..., Partition],
+    fits: Callable[..., bool] = lambda *avals, **params: True,
     scratch: Callable[..., int] | None = None,
 ) -> Primitive:
-    """Builds the primitive `jaxnorm_<name>`, which has several results, from its five parts.
+    """Builds the primitive `jaxnorm_<name>`, which has several results, from its parts.
 
     Every part takes the primitive's parameters as keywords; all have `implementation` (None, "kernel", "xla").
 
@@ -121,8 +123,10 @@ def define_primitive(
       abstract: (*avals, **params) -> list of result avals.
       reference: (*operands, **params) -> list of results, in jax.numpy.
       attributes: (**params) -> attributes of the FFI call.
-      sharding_rule: (operand_shapes, result_shapes, **params) -> which dimensions are the same.
+      describe: (number of operands, **params) -> the public function that binds this, for error messages.
+      sharding_rule: (mesh, operand_shapes, result_shapes, **params) -> which dimensions are the same.
       partition: (mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params) -> Partition.
+      fits: (*avals, **params) -> whether the kernels take such a call; they must not fail for what they cannot do.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
         additional result.
 
@@ -159,9 +163,9 @@ def define_primitive(
             tuple(sharding(s) for s in plan.operands),
         )
 
-    def rule(params, _mesh, operand_types, result_types):
+    def rule(params, mesh, operand_types, result_types):
         shapes = [[tuple(t.shape) for t in types] for types in (operand_types, result_types)]
-        return sharding_rule(*shapes, **dict(params))
+        return sharding_rule(mesh, *shapes, **dict(params))
 
     partitioned = custom_partitioning(bind, static_argnums=(0,))
     partitioned.def_partition(partition=partition_call, sharding_rule=rule)
@@ -177,18 +181,21 @@ def define_primitive(
     def _formula(ctx, operands, params, where):
         if params["implementation"] == "kernel":
             raise ValueError(
-                f"{name.split('_')[0]}: implementation must be None or 'xla' for {where}, which has no kernel, "
-                "got 'kernel'. Use implementation=None to fall back by itself."
+                f"{describe(len(operands), **params)}: implementation must be None or 'xla' for {where}, which has no "
+                "kernel, got 'kernel'. Use implementation=None to fall back by itself."
             )
         return lower_reference(ctx, *operands, **params)
 
     def lower_kernel(platform, ctx, *operands, **params):
         if params["implementation"] == "xla":
             return lower_reference(ctx, *operands, **params)
-        if not _lib.module(platform).available:
+        module = _lib.module(platform)
+        if name not in module.targets:
             _lib.warn_fallback(platform)
-            reason = _lib.module(platform).reason
+            reason = module.reason or f"built without {name}"
             return _formula(ctx, operands, params, f"platform {platform} ({reason})")
+        if not fits(*ctx.avals_in, **params):
+            return _formula(ctx, operands, params, "operands of this shape")
         match _placement(ctx):
             case "one device":
                 return _ffi_call(ctx, operands, params, platform)

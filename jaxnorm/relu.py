@@ -139,10 +139,13 @@ def _leading(rank):
     return tuple(f"d{i}" for i in range(rank - 1))
 
 
-def _factors(shape):
-    """(dimensions of x, dimensions of the mask, factor sizes): a byte of the mask is eight columns of x."""
+def _factors(mesh, shape):
+    """(dimensions of x, dimensions of the mask, factor sizes): a byte of the mask is eight columns of x.
+
+    The two are tied where every way to cut the columns leaves whole bytes; else cutting x says nothing about the mask.
+    """
     lead, columns = _leading(len(shape)), shape[-1]
-    if columns % 8:
+    if columns % (8 * mesh.size):
         return (*lead, "c"), (*lead, "m"), {}
     return (*lead, CompoundFactor("m", "b")), (*lead, "m"), {"b": 8}
 
@@ -219,8 +222,8 @@ def _fwd_abstract(x, *_, implementation):
     return [aval_like(x), aval_like(x, mask_shape, np.uint8, (*spec[:-1], last))]
 
 
-def _fwd_rule(operand_shapes, _, *, implementation):
-    x, mask, sizes = _factors(operand_shapes[0])
+def _fwd_rule(mesh, operand_shapes, _, *, implementation):
+    x, mask, sizes = _factors(mesh, operand_shapes[0])
     return SdyShardingRule(tuple(x for _ in operand_shapes), (x, mask), **sizes)
 
 
@@ -234,6 +237,7 @@ relu_fwd_p = define_primitive(
     abstract=_fwd_abstract,
     reference=_fwd_reference,
     attributes=lambda *, implementation: {},
+    describe=lambda operands, *, implementation: "relu" if operands == 1 else "add_relu",
     sharding_rule=_fwd_rule,
     partition=_fwd_partition,
 )
@@ -257,8 +261,8 @@ batching.primitive_batchers[relu_fwd_p] = partial(_batch, relu_fwd_p)
 # ---- relu_bwd ----
 
 
-def _bwd_rule(operand_shapes, _, *, implementation):
-    x, mask, sizes = _factors(operand_shapes[1])
+def _bwd_rule(mesh, operand_shapes, _, *, implementation):
+    x, mask, sizes = _factors(mesh, operand_shapes[1])
     return SdyShardingRule((mask, x), (x,), **sizes)
 
 
@@ -272,6 +276,7 @@ relu_bwd_p = define_primitive(
     abstract=lambda mask, t, *, implementation: [aval_like(t)],
     reference=_bwd_reference,
     attributes=lambda *, implementation: {},
+    describe=lambda operands, *, implementation: "relu",
     sharding_rule=_bwd_rule,
     partition=_bwd_partition,
 )

@@ -39,10 +39,9 @@ WHERE, SCALE, BIAS = 1, 2, 4
 SOFTMAX, LOG_JVP, LOG_VJP = 0, 1, 2
 _TRANSPOSED = {SOFTMAX: SOFTMAX, LOG_JVP: LOG_VJP, LOG_VJP: LOG_JVP}
 
-# The CUDA kernels keep a row on chip; longer rows, and few long rows, are split over blocks whose partial maxima and
-# sums need this many float32 (ffi/cuda/softmax.cuh: kMaxSplitPartials pairs).
-_SPLIT_COLUMNS = 32768
-_SPLIT_SCRATCH = 2 * 8192
+# What the kernels take (ffi/buffers.h: kMaxBroadcastDims; positions within a row are 32-bit numbers).
+_MAX_BROADCAST_DIMS = 8
+_MAX_COLUMNS = 2**30
 
 Axis = int | tuple[int, ...] | None
 
@@ -206,7 +205,8 @@ def _merge_axes(arrays, axes):
 
 
 def _acc(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
+    """What values of `dtype` are summed and exponentiated in (not promote_types, which strict promotion refuses)."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _split(optional, operands):
@@ -230,14 +230,14 @@ def _reductions(axis, mesh_axes):
 
 
 def _fwd_reference(
-    x, *optional, axis, factor, log, operands, implementation=None, mesh_axes=(), shape=None
+    x, *optional, axis, factor, log, operands, implementation=None, mesh_axes=()
 ):
     del implementation
     where, scale, bias = _split(optional, operands)
     maximum, total = _reductions(axis, mesh_axes)
     z = x.astype(_acc(x.dtype)) * factor
     if scale is not None:
-        z = z * scale
+        z = z * scale.astype(z.dtype)
     if bias is not None:
         z = z + bias.astype(z.dtype)
     if where is not None:
@@ -287,7 +287,24 @@ def _abstract(*avals, axis, **_):
     return [aval_like(x, shape=shape, spec=spec)]
 
 
-def _sharding_rule(operand_shapes, result_shapes, **_):
+def _describe(_, *, log=None, form=SOFTMAX, **__):
+    return "log_softmax" if log or form != SOFTMAX else "softmax"
+
+
+def _fits(*avals, axis, **_):
+    """Whether every operand's broadcast pattern has few enough runs of alike dimensions, and rows are short enough."""
+    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
+    if isinstance(shape[axis], int) and shape[axis] >= _MAX_COLUMNS:
+        return False
+
+    def runs(a):
+        dims = [n == full for i, (n, full) in enumerate(zip(a.shape, shape, strict=True)) if i != axis and full != 1]
+        return 1 + sum(x != y for x, y in zip(dims, dims[1:], strict=False))
+
+    return all(runs(a) < _MAX_BROADCAST_DIMS for a in avals)
+
+
+def _sharding_rule(_, operand_shapes, result_shapes, **__):
     (full,) = result_shapes
 
     def factors(k, shape):
@@ -329,8 +346,17 @@ def _batch(primitive, args, dims, *, axis, **params):
 
 
 def _scratch(*avals, axis, **_):
-    columns = max(a.shape[axis] if isinstance(a.shape[axis], int) else math.inf for a in avals)
-    return _SPLIT_SCRATCH if columns > _SPLIT_COLUMNS else 0
+    """Float32 elements for the partial maxima and sums of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
+
+    Chunks are 16 KiB of each input at least and a partial takes 16 bytes at most. Room for 4096 of them lets several
+    rows be worked on together, and is all that a row of unknown length gets.
+    """
+    size = max((a.shape[axis] for a in avals if isinstance(a.shape[axis], int)), default=0)
+    known = all(isinstance(a.shape[axis], int) for a in avals)
+    row_bytes = size * avals[0].dtype.itemsize
+    if known and row_bytes <= 2**15:
+        return 0
+    return 4 * max(4096, row_bytes // 2**14 + 2)
 
 
 softmax_fwd_p = define_primitive(
@@ -343,6 +369,8 @@ softmax_fwd_p = define_primitive(
         "log": bool(log),
         "operands": np.int64(operands),
     },
+    describe=_describe,
+    fits=_fits,
     sharding_rule=_sharding_rule,
     partition=partial(_partition, _fwd_reference),
     scratch=_scratch,
@@ -375,7 +403,10 @@ def _fwd_jvp(primals, tangents, *, axis, factor, log, operands, implementation):
     if present(bias_dot) and not terms:
         z_dot, factor = bias_dot, 1.0
     elif present(bias_dot):
-        z_dot, factor = sum(terms[1:], terms[0]) * jnp.asarray(factor, x.dtype) + bias_dot, 1.0
+        z_dot = sum(terms[1:], terms[0])
+        if factor != 1.0:
+            z_dot = z_dot * np.asarray(factor, x.dtype)
+        z_dot, factor = z_dot + bias_dot, 1.0
     elif terms:
         z_dot = sum(terms[1:], terms[0])  # the kernel multiplies by the factor
     else:
@@ -405,6 +436,8 @@ softmax_bwd_p = define_primitive(
         "factor": np.float64(factor),
         "form": np.int64(form),
     },
+    describe=_describe,
+    fits=_fits,
     sharding_rule=_sharding_rule,
     partition=partial(_partition, _bwd_reference),
     scratch=_scratch,

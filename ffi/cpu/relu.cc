@@ -1,8 +1,8 @@
 // ReLU with a saved bit per element.
 //
 // Everything but the sum of the two-operand form works on the bits of the numbers: sign-magnitude order makes x > 0 an
-// integer comparison, which is exact for subnormals (XLA's threads flush them in float arithmetic) and lets 16-bit types
-// skip the conversion to float32.
+// integer comparison, which is exact for subnormals (XLA's threads flush them in float arithmetic) and lets 16-bit
+// types skip the conversion to float32.
 #include <cstring>
 #include <type_traits>
 
@@ -57,8 +57,8 @@ JAXNORM_INLINE uint64_t SpreadBits(uint64_t bits) {
 // Work goes in blocks whose flags, a byte per element, stay in the first-level cache: whole rows, or a part of one.
 inline constexpr int64_t kBlockElements = 2048;
 
-// Rows [0, rows) of cols <= kBlockElements / rows elements, from `mask` to `flags`. The flags of a row end in up to seven
-// bytes too many, which the next row overwrites.
+// From the mask of adjoining rows to a flag per element. Those of a row end in up to seven bytes too many, which the
+// next row overwrites.
 JAXNORM_INLINE void UnpackMask(const uint8_t* mask, int64_t rows, int64_t cols, uint8_t* flags) {
   const int64_t bytes = (cols + 7) / 8;
   for (int64_t row = 0; row < rows; ++row) {
@@ -182,9 +182,8 @@ ffi::Error ReluBwd(ffi::ThreadPool pool, ffi::AnyBuffer mask, ffi::AnyBuffer t, 
   ReluArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseRelu(t, *out, mask, &args));
   if (args.size() == 0) return ffi::Error::Success();
-  return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    return RunRows(pool, args, ReluBwdBlock<T>{args.mask, args.x, args.y});
-  });
+  return DispatchFloat(args.dtype,
+                       [&]<typename T>(T) { return RunRows(pool, args, ReluBwdBlock<T>{args.mask, args.x, args.y}); });
 }
 
 }  // namespace
@@ -197,11 +196,8 @@ JAXNORM_REGISTER(relu_fwd, ReluFwd,
                      .Ret<ffi::AnyBuffer>()
                      .Ret<ffi::AnyBuffer>());
 
-JAXNORM_REGISTER(relu_bwd, ReluBwd,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::ThreadPool>()
-                     .Arg<ffi::AnyBuffer>()
-                     .Arg<ffi::AnyBuffer>()
-                     .Ret<ffi::AnyBuffer>());
+JAXNORM_REGISTER(
+    relu_bwd, ReluBwd,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 }  // namespace jaxnorm

@@ -10,7 +10,9 @@
 // into a buffer of float32 (float64), and the core for that type runs there.
 //
 // NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
+#include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "parallel.h"
@@ -106,7 +108,8 @@ bool IsFull(const Operand& operand, const AxisShape& shape) {
   return operand.view.RowOffset(shape.rows() - 1) + (shape.axis - 1) * operand.view.axis_stride == shape.size() - 1;
 }
 
-// Calls f(source, step, out, n) for runs of the operand's elements, `step` (0 or 1) apart, that belong at buffer[out...].
+// Calls f(source, step, out, n) for runs of the operand's elements, `step` (0 or 1) apart, that belong at
+// buffer[out...].
 template <typename U, typename F>
 JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, const Tile& tile, F f) {
   const Broadcast& view = operand.view;
@@ -134,29 +137,27 @@ JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, c
 template <typename U, typename A, typename Combine>
 JAXNORM_INLINE void CombineOperand(const Operand& operand, const AxisShape& shape, const Tile& tile, A* buffer,
                                    Combine combine) {
-  ForEachRun<U>(operand, shape, tile,
-                [=](const U* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
-                  if (step == 0) {
-                    const U value = *source;
+  ForEachRun<U>(operand, shape, tile, [=](const U* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
+    if (step == 0) {
+      const U value = *source;
 #pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], value);
-                  } else {
+      for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], value);
+    } else {
 #pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], source[i]);
-                  }
-                });
+      for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], source[i]);
+    }
+  });
 }
 
 template <typename T>
 JAXNORM_SIMD_CLONES void Gather(const Operand& operand, const AxisShape& shape, const Tile& tile, Acc<T>* buffer) {
-  ForEachRun<T>(operand, shape, tile,
-                [=](const T* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
-                  if (step == 0) {
-                    std::fill_n(buffer + out, n, ToAcc(*source));
-                  } else {
-                    ToAccRun(source, buffer + out, n);
-                  }
-                });
+  ForEachRun<T>(operand, shape, tile, [=](const T* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
+    if (step == 0) {
+      std::fill_n(buffer + out, n, ToAcc(*source));
+    } else {
+      ToAccRun(source, buffer + out, n);
+    }
+  });
 }
 
 template <typename T>
@@ -169,7 +170,8 @@ JAXNORM_SIMD_CLONES void Scatter(const Acc<T>* buffer, const AxisShape& shape, c
 
 // buffer[i] = value where the mask is off; selected, so that what was there does not matter.
 template <typename A>
-JAXNORM_SIMD_CLONES void FillMasked(const Operand& where, const AxisShape& shape, const Tile& tile, A value, A* buffer) {
+JAXNORM_SIMD_CLONES void FillMasked(const Operand& where, const AxisShape& shape, const Tile& tile, A value,
+                                    A* buffer) {
   CombineOperand<uint8_t>(where, shape, tile, buffer,
                           [=](A x, uint8_t keep) JAXNORM_INLINE_LAMBDA { return keep ? x : value; });
 }
@@ -202,8 +204,8 @@ JAXNORM_SIMD_CLONES void ScaleAndBias(const SoftmaxFwdArgs& args, const Tile& ti
 
 // One contiguous row, or several at once: the steps of one row wait for one another, so that short rows take less time
 // interleaved. The loops run over whole vectors, since remainder loops would dominate short rows. So f is called for up
-// to kStep - 1 elements beyond each row, where results are dropped and stores must not matter; those beyond one row come
-// before those of the next.
+// to kStep - 1 elements beyond each row, where results are dropped and stores must not matter; those beyond one row
+// come before those of the next.
 template <int kRows>
 class RowLoops {
  public:
@@ -301,8 +303,8 @@ class RowLoops {
   int64_t n_, pitch_;
 };
 
-// Neighbouring rows: statistics are arrays. Where inner is so small that lines of it would leave vectors empty, many are
-// taken as one longer line (they adjoin in memory), and the statistics of a row are those of its copies, merged.
+// Neighbouring rows: statistics are arrays. Where inner is so small that lines of it would leave vectors empty, many
+// are taken as one longer line (they adjoin in memory), and the statistics of a row are those of its copies, merged.
 class ColumnLoops {
  public:
   static constexpr bool kAlongRows = false;
@@ -322,7 +324,8 @@ class ColumnLoops {
   JAXNORM_INLINE void Max(A* max, F f) const {
     const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { max[row] = x > max[row] ? x : max[row]; };
     for (int64_t row = 0; row < n_; ++row) max[row] = -kInfinity<A>;
-    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row)
+                       JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
     MergeCopies(max, take);
   }
 
@@ -330,7 +333,8 @@ class ColumnLoops {
   JAXNORM_INLINE void Sum(A* sum, F f) const {
     const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { sum[row] += x; };
     for (int64_t row = 0; row < n_; ++row) sum[row] = 0;
-    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row)
+                       JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
     MergeCopies(sum, take);
   }
 
@@ -412,36 +416,32 @@ struct FwdCore {
       loops.template Max<kStep>(max, [=](int64_t at, int64_t, int64_t) JAXNORM_INLINE_LAMBDA { return z(at); });
     }
     if (steps == kWhole && !log) {
-      A* terms = ThreadBuffer<A, 0>();
-      loops.template Sum<kStep>(sum, [=, m = loops.View(max)](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA {
-        return terms[packed] = ExpNonPositive(z(at) - m[row]);
-      });
+      A* terms = ThreadBuffer<A, 1>();  // 0 may hold x
+      loops.template Sum<kStep>(sum, [=, m = loops.View(max)](int64_t at, int64_t packed, int64_t row)
+                                         JAXNORM_INLINE_LAMBDA { return terms[packed] = Exp(z(at) - m[row]); });
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
-      loops.template ForEach<kStep>([=, scale = loops.View(sum)](int64_t at, int64_t packed, int64_t row) JAXNORM_INLINE_LAMBDA {
-        y_tile[at] = FromAcc<S>(terms[packed] * scale[row]);
-      });
+      loops.template ForEach<kStep>([=, scale = loops.View(sum)](int64_t at, int64_t packed, int64_t row)
+                                        JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>(terms[packed] * scale[row]); });
       return;
     }
     if (steps != kResults) {
       A shift[kMaxWidth];
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { shift[row] = FiniteShift(max[row]); });
-      loops.template Sum<kStep>(sum, [=, m = loops.View(shift)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
-        return ExpNonPositive(z(at) - m[row]);
-      });
+      loops.template Sum<kStep>(sum, [=, m = loops.View(shift)](int64_t at, int64_t, int64_t row)
+                                         JAXNORM_INLINE_LAMBDA { return Exp(z(at) - m[row]); });
     }
     if (steps == kStatistics) {
       std::copy_n(max, tile.width, stats);
       std::copy_n(sum, tile.width, stats + tile.width);
     } else if (log) {
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = std::log(sum[row]); });
-      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
-        y_tile[at] = FromAcc<S>((z(at) - m[row]) - s[row]);
-      });
+      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row)
+                                        JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>((z(at) - m[row]) - s[row]); });
     } else {
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
-      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
-        y_tile[at] = FromAcc<S>(ExpNonPositive(z(at) - m[row]) * s[row]);
-      });
+      loops.template ForEach<kStep>(
+          [=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row)
+              JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>(Exp(z(at) - m[row]) * s[row]); });
     }
   }
 
@@ -449,14 +449,14 @@ struct FwdCore {
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       const A max = from[i] > into[i] ? from[i] : into[i], shift = FiniteShift(max);
-      into[width + i] = into[width + i] * ExpNonPositive(into[i] - shift) + from[width + i] * ExpNonPositive(from[i] - shift);
+      into[width + i] = into[width + i] * Exp(into[i] - shift) + from[width + i] * Exp(from[i] - shift);
       into[i] = max;
     }
   }
 
  private:
-  // What to subtract from z in a sum over a part of the row: in a part that is all -inf, -inf - (-inf) would make a NaN,
-  // which belongs in the result only if the whole row is so; z - max makes it then.
+  // What to subtract from z in a sum over a part of the row: in a part that is all -inf, -inf - (-inf) would make a
+  // NaN, which belongs in the result only if the whole row is so; z - max makes it then.
   JAXNORM_INLINE static A FiniteShift(A max) { return max == -kInfinity<A> ? A{0} : max; }
 };
 
@@ -483,9 +483,8 @@ struct BwdCore {
     if (steps == kResults) {
       loops.Load(stats, sum);
     } else {
-      loops.template Sum<kStep>(sum, [=](int64_t at, int64_t, int64_t) JAXNORM_INLINE_LAMBDA {
-        return Term(ToAcc(y_tile[at]), ToAcc(t_tile[at]));
-      });
+      loops.template Sum<kStep>(sum, [=](int64_t at, int64_t, int64_t)
+                                         JAXNORM_INLINE_LAMBDA { return Term(ToAcc(y_tile[at]), ToAcc(t_tile[at])); });
     }
     if (steps == kStatistics) {
       std::copy_n(sum, tile.width, stats);
@@ -642,8 +641,8 @@ struct BwdKernel {
 
 // ---- Execution ----
 
-// Tiles [begin, end), which one thread runs in order. Memory before `limit` is theirs to write, so that a row may overrun
-// into the next ones; the last ones, which would overrun the limit, are gathered.
+// Tiles [begin, end), which one thread runs in order. Memory before `limit` is theirs to write, so that a row may
+// overrun into the next ones; the last ones, which would overrun the limit, are gathered.
 template <typename Kernel>
 void RunSteps(const Kernel& kernel, const Grid& grid, int64_t begin, int64_t end, int64_t limit, Steps steps,
               typename Kernel::A* stats) {

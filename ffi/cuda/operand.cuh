@@ -75,14 +75,18 @@ struct OperandRow {
     return r;
   }
 
+  // Whether elements [first, first + kN) exist and lie in one aligned vector.
+  template <int kN = kVecSize<T>>
+  __device__ __forceinline__ bool Vectorizable(int first) const {
+    return varies && first >= begin && first + kN <= end &&
+           reinterpret_cast<uintptr_t>(row + first) % sizeof(Vec<T, kN>) == 0;
+  }
+
   // Elements [first, first + kN): one load where they exist and are aligned, else one by one (T() for what is missing).
   template <int kN>
   __device__ __forceinline__ Vec<T, kN> Load(int first) const {
     Vec<T, kN> values;
-    const T* p = row + first;
-    if (varies && first >= begin && first + kN <= end && reinterpret_cast<uintptr_t>(p) % sizeof(values) == 0) {
-      return *reinterpret_cast<const Vec<T, kN>*>(p);
-    }
+    if (Vectorizable<kN>(first)) return *reinterpret_cast<const Vec<T, kN>*>(row + first);
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       const int c = varies ? first + i : 0;

@@ -97,7 +97,7 @@ __device__ __forceinline__ P MergeRow(P value, int warps_per_row, int cluster, i
     if (threadIdx.x < cluster) StoreToPeer(&shared.blocks[rank], threadIdx.x, value);
     ClusterArrive();
     ClusterWait();
-    value = P::MergeLanes(lane < cluster ? shared.blocks[lane] : P::Identity(), kMaxCluster);
+    value = P::MergeLanes(lane < cluster ? shared.blocks[lane] : P::Identity(), kWarp);
   }
   return value;
 }

@@ -11,7 +11,7 @@
 //   kGeneral  anything
 //
 // Tiers, by row length:
-//   Warp   up to 128 slots, kPlain: in the registers of 1..32 lanes, several rows per warp.
+//   Warp   up to 64 slots, kPlain: in the registers of 1..32 lanes, several rows per warp.
 //   Block  every thread copies its slots to shared memory asynchronously and reads them from there once per pass.
 //          What is in flight is then bounded by shared memory, not by registers: 32 KiB per block and seven blocks per
 //          multiprocessor, of which some load while others store. Rows of more than 32 KiB go over a cluster of blocks that
@@ -20,17 +20,23 @@
 //          launch finds its inputs in L2.
 //
 // Op concept (T storage type, Acc arithmetic type):
+//   static constexpr Mode kMode
+//   static constexpr int kInputs            arrays that a slot is read from, at most
+//   static constexpr int kSlotsPerThread    of the Block tier: with fewer, the fixed cost of a thread shows
+//   static constexpr int kUnroll            slots that a thread works on at once in a pass
 //   struct Partial                          see reduce.cuh
 //   struct Row                              pointers into one row; Row Begin(int64_t row) const
-//   static constexpr Mode kMode
+//   const OperandRow<T>& Input(row, k); bool Has(k); int Place(k), Inputs(); bool HasWhere()   input k < kInputs, if it is there, which of
+//                                           the Inputs() present ones it is, and `where` of a row (kGeneral)
 //   struct Slot                             what is kept of one slot between reduction and store
-//   const OperandRow<T>& Input(row, k)      the kInputs arrays that are as long as a row
-//   void Decode(row, slot, Vec (&raw)[kInputs], Slot&)   to arithmetic, elements outside the row neutral
+//   void Decode<kEdges>(row, slot, RawSlot, Slot&)   to arithmetic; kEdges: elements outside the row may be anything and
+//                                           become neutral
+//   static T NeutralInput()                 what a row is padded with instead (kPlain, kRagged)
 //   template <int kN> Partial Reduce(Slot(&)[kN], int width)   of the slots and of `width` lanes
 //   void Prepare(Slot&, Partial total)      bring a freshly decoded slot to the state that Reduce leaves
 //   Final Finish(Partial total)
 //   void Store(row, slot, Slot, Final)
-//   int64_t rows;  static constexpr int kInputs      arrays as long as a row that are read
+//   int64_t rows
 #ifndef JAXNORM_CUDA_ROWS_CUH_
 #define JAXNORM_CUDA_ROWS_CUH_
 
@@ -67,10 +73,17 @@ struct SlotGrid {
   }
 };
 
+// One slot of all inputs, as they were loaded.
+template <typename Op>
+struct RawSlot {
+  Vec<typename Op::T, kVecSize<typename Op::T>> in[Op::kInputs];
+  Vec<bool, kVecSize<typename Op::T>> where;  // kGeneral, where there is one
+};
+
 // Reads elements [first, first + kVec) around a row of an input.
 template <Mode kMode, typename T>
 __device__ __forceinline__ Vec<T, kVecSize<T>> LoadSlot(const OperandRow<T>& input, int first) {
-  if constexpr (kMode == Mode::kPlain) return Load<Cache::kStreaming>(input.row + first);
+  if constexpr (kMode == Mode::kPlain) return jaxnorm::Load(input.row + first);
   return input.template Load<kVecSize<T>>(first);
 }
 
@@ -82,6 +95,8 @@ __device__ __forceinline__ void CopySlotAsync(Vec<T, kVecSize<T>>* shared, const
     CopyAsync(shared, p);
   } else if constexpr (kMode == Mode::kRagged) {  // aligned; only the array's last slot is not whole
     CopyAsync(shared, p, min(input.end - first, kVecSize<T>) * static_cast<int>(sizeof(T)));
+  } else if (input.Vectorizable(first)) {
+    CopyAsync(shared, p);
   } else {
     *shared = input.template Load<kVecSize<T>>(first);
   }
@@ -92,7 +107,7 @@ __device__ __forceinline__ void StoreSlot(T* row, const SlotGrid<T, kMode>& grid
                                           const AccT<T> (&values)[kVecSize<T>]) {
   const Vec<T, kVecSize<T>> rounded = RoundVec<T>(values);
   if (grid.Whole(first)) {  // the grid is that of the row that is written, so this is aligned
-    Store<Cache::kStreaming>(row + first, rounded);
+    jaxnorm::Store(row + first, rounded);
   } else {
 #pragma unroll
     for (int i = 0; i < kVecSize<T>; ++i) {
@@ -103,31 +118,38 @@ __device__ __forceinline__ void StoreSlot(T* row, const SlotGrid<T, kMode>& grid
 
 // ---- Warp tier ----
 
-// Slot j of lane t of a group of `lanes` (a power of two) is j * lanes + t.
+inline constexpr int kMaxWarpSlots = 64;
+inline constexpr int kWarpThreads = 64;  // per block of the Warp tier
+
+// Slots per lane of the Warp tier, for all inputs.
+template <typename Op>
+inline constexpr int kWarpItems = 4 / Op::kColumnInputs;
+
+// Slot j of lane t of a group of 2^log2_lanes is j * lanes + t.
 template <typename Op, int kItems>
-__global__ void __launch_bounds__(128) WarpRowKernel(const __grid_constant__ Op op, const int lanes) {
+__global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_constant__ Op op, const int log2_lanes) {
   using T = typename Op::T;
+  const int lanes = 1 << log2_lanes;
   const int lane = threadIdx.x & (lanes - 1);
-  const int64_t index = int64_t{blockIdx.x} * (blockDim.x / lanes) + threadIdx.x / lanes;
+  const int64_t index = int64_t{blockIdx.x} * (blockDim.x >> log2_lanes) + (threadIdx.x >> log2_lanes);
   const bool inside = index < op.rows;  // lanes without a row still take part in shuffles
   const typename Op::Row row = op.Begin(inside ? index : op.rows - 1);
   const int slots = inside ? row.grid.Slots() : 0;
-  Vec<T, kVecSize<T>> raw[kItems][Op::kInputs];
+  RawSlot<Op> raw[kItems];
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
+#pragma unroll
+      for (int i = 0; i < kVecSize<T>; ++i) raw[j].in[k].v[i] = Op::NeutralInput();
       if (const int slot = lane + j * lanes; slot < slots) {
-        raw[j][k] = LoadSlot<Op::kMode>(op.Input(row, k), row.grid.First(slot));
+        raw[j].in[k] = LoadSlot<Op::kMode>(op.Input(row, k), row.grid.First(slot));
       }
     }
   }
   typename Op::Slot kept[kItems];
 #pragma unroll
-  for (int j = 0; j < kItems; ++j) {
-    kept[j] = Op::Slot::Neutral();
-    if (const int slot = lane + j * lanes; slot < slots) op.Decode(row, slot, raw[j], kept[j]);
-  }
+  for (int j = 0; j < kItems; ++j) op.template Decode<false>(row, lane + j * lanes, raw[j], kept[j]);
   const typename Op::Partial total = op.Reduce(kept, lanes);
   const auto final = op.Finish(total);
 #pragma unroll
@@ -138,42 +160,43 @@ __global__ void __launch_bounds__(128) WarpRowKernel(const __grid_constant__ Op 
 
 // ---- Passes over many slots, from shared or from global memory ----
 
-template <typename Op>
-inline constexpr int kPassUnroll = 4 / Op::kInputs;  // slots of each input that a thread works on at once
-
-// Calls body.operator()<n>(base, kept) for groups of n slots base, base + step, ... below `end`: kPassUnroll of them
+// Calls body.operator()<n>(base, kept) for groups of n slots base, base + step, ... below `end`: Op::kUnroll of them
 // while there are as many, then one by one. fetch(slot, raw) reads one.
-template <typename Op, typename Fetch, typename Body>
+template <bool kEdges, typename Op, typename Fetch, typename Body>
 __device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op::Row& row, int first, int end, int step,
                                                  Fetch fetch, Body body) {
   const auto group = [&]<int kN>(int base, std::integral_constant<int, kN>) {
-    Vec<typename Op::T, kVecSize<typename Op::T>> raw[kN][Op::kInputs];
+    RawSlot<Op> raw[kN];
 #pragma unroll
     for (int j = 0; j < kN; ++j) fetch(base + j * step, raw[j]);
     typename Op::Slot kept[kN];
 #pragma unroll
-    for (int j = 0; j < kN; ++j) op.Decode(row, base + j * step, raw[j], kept[j]);
+    for (int j = 0; j < kN; ++j) op.template Decode<kEdges>(row, base + j * step, raw[j], kept[j]);
     body(base, kept);
   };
-  constexpr int kUnroll = kPassUnroll<Op>;
+  constexpr int kUnroll = Op::kUnroll;
   int base = first;
-  for (; base + (kUnroll - 1) * step < end; base += kUnroll * step) group(base, std::integral_constant<int, kUnroll>());
+  if constexpr (kUnroll > 1) {
+    for (; base + (kUnroll - 1) * step < end; base += kUnroll * step) {
+      group(base, std::integral_constant<int, kUnroll>());
+    }
+  }
   for (; base < end; base += step) group(base, std::integral_constant<int, 1>());
 }
 
-template <typename Op, typename Fetch>
+template <bool kEdges, typename Op, typename Fetch>
 __device__ __forceinline__ void ReduceSlots(const Op& op, const typename Op::Row& row, int first, int end, int step,
                                             Fetch fetch, typename Op::Partial& own) {
-  ForEachSlotGroup(op, row, first, end, step, fetch, [&]<int kN>(int, typename Op::Slot(&kept)[kN]) {
+  ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int, typename Op::Slot(&kept)[kN]) {
     own = Op::Partial::Merge(own, op.Reduce(kept, 1));
   });
 }
 
-template <typename Op, typename Fetch>
+template <bool kEdges, typename Op, typename Fetch>
 __device__ __forceinline__ void StoreSlots(const Op& op, const typename Op::Row& row, int first, int end, int step,
                                            Fetch fetch, const typename Op::Partial& total) {
   const auto final = op.Finish(total);
-  ForEachSlotGroup(op, row, first, end, step, fetch, [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
+  ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
       op.Prepare(kept[j], total);
@@ -182,9 +205,98 @@ __device__ __forceinline__ void StoreSlots(const Op& op, const typename Op::Row&
   });
 }
 
-// ---- Block tier ----
+// ---- Staging: slots [begin, end) of a row in shared memory ----
 
 inline constexpr int kMaxThreads = 512;
+
+// One thread's view: it owns slots begin + thread, begin + thread + threads, ... and reads nothing else, so no barrier
+// is needed between copying and reading.
+template <typename Op>
+struct Stage {
+  using T = typename Op::T;
+  using V = Vec<T, kVecSize<T>>;
+  // In kGeneral, operands other than the inputs matter at the edges, so they are looked at in each pass.
+  static constexpr bool kEdges = Op::kMode == Mode::kGeneral;
+
+  const Op& op;
+  const typename Op::Row& row;
+  V* base;         // of slot `begin` of the first input; the next ones follow after part_slots each
+  int part_slots;
+  int begin, end;
+  int thread, threads;
+
+  __device__ __forceinline__ V& At(int slot, int k) const { return base[k * part_slots + slot - begin]; }
+
+  // Starts copying the slots of [from, to); `from` is begin plus a multiple of `threads`.
+  __device__ __forceinline__ void Copy(int from, int to) const {
+    for (int slot = from + thread; slot < to; slot += threads) {
+#pragma unroll
+      for (int k = 0; k < Op::kInputs; ++k) {
+        if (op.Has(k)) CopySlotAsync<Op::kMode>(&At(slot, op.Place(k)), op.Input(row, k), row.grid.First(slot));
+      }
+    }
+    CopyCommit();
+  }
+
+  // Makes what a slot holds outside the row neutral, if it is staged, in [from, to) and this thread's.
+  __device__ __forceinline__ void Pad(int slot, int from, int to) const {
+    if (slot < from || slot >= to || (slot - begin) % threads != thread) return;
+    const int first = row.grid.First(slot);
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      T* const element = At(slot, k).v;
+      for (int i = 0; i < -first; ++i) element[i] = Op::NeutralInput();
+      for (int i = row.grid.cols - first; i < kVecSize<T>; ++i) element[i] = Op::NeutralInput();
+    }
+  }
+
+  // After the copies of [from, to) are complete.
+  __device__ __forceinline__ void PadEdges(int from, int to) const {
+    if constexpr (Op::kMode == Mode::kRagged) {
+      Pad(0, from, to);
+      Pad(row.grid.Slots() - 1, from, to);
+    }
+  }
+
+  __device__ __forceinline__ auto Fetch() const {
+    return [this](int slot, RawSlot<Op>& raw) {
+#pragma unroll
+      for (int k = 0; k < Op::kInputs; ++k) {
+        if (op.Has(k)) raw.in[k] = At(slot, op.Place(k));
+      }
+      if constexpr (Op::kMode == Mode::kGeneral) {
+        // Not staged: it is small and mostly shared by rows, so it comes from L1; room for it would cost more.
+        if (op.HasWhere()) raw.where = row.where.template Load<kVecSize<T>>(row.grid.First(slot));
+      }
+    };
+  }
+
+  // Copies and reduces everything, in two halves: the first is reduced while the second is on its way.
+  __device__ __forceinline__ typename Op::Partial CopyAndReduce() const {
+    const int middle = begin + max(end - begin, 0) / (2 * threads) * threads;
+    Copy(begin, middle);
+    Copy(middle, end);
+    typename Op::Partial own = Op::Partial::Identity();
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0) {
+        CopyWait<1>();
+      } else {
+        CopyWait<0>();
+      }
+      const int from = half == 0 ? begin : middle, to = half == 0 ? middle : end;
+      PadEdges(from, to);
+      ReduceSlots<kEdges>(op, row, from + thread, to, threads, Fetch(), own);
+    }
+    return Op::Partial::MergeLanes(own, min(threads, kWarp));
+  }
+
+  __device__ __forceinline__ void Store(const typename Op::Partial& total) const {
+    StoreSlots<kEdges>(op, row, begin + thread, end, threads, Fetch(), total);
+  }
+};
+
+// ---- Block tier ----
 
 struct BlockPlan {
   int threads_per_row = 32;  // a power of two where a block has several rows
@@ -195,10 +307,8 @@ struct BlockPlan {
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_constant__ Op op, const BlockPlan plan) {
-  using V = Vec<typename Op::T, kVecSize<typename Op::T>>;
-  using Partial = typename Op::Partial;
   extern __shared__ uint4 shared_bytes[];
-  __shared__ RowShared<Partial> shared;
+  __shared__ RowShared<typename Op::Partial> shared;
   const int threads = plan.threads_per_row;
   int thread = threadIdx.x, group = 0, rank = 0;
   int64_t index = blockIdx.x;
@@ -214,44 +324,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   const bool inside = index < op.rows;  // threads without a row still take part in shuffles and barriers
   const typename Op::Row row = op.Begin(inside ? index : op.rows - 1);
   const int begin = rank * plan.part_slots;
-  const int end = inside ? min(begin + plan.part_slots, row.grid.Slots()) : 0;
-
-  // In two halves, so that the first is reduced while the second is still on its way. A thread reads only what it
-  // copied itself: no barrier.
-  V* const stage = reinterpret_cast<V*>(shared_bytes) + group * plan.part_slots * Op::kInputs - begin;
-  const int middle = begin + (end - begin) / (2 * threads) * threads;
-  for (int half = 0; half < 2; ++half) {
-    const int stop = half == 0 ? middle : end;
-    for (int slot = (half == 0 ? begin : middle) + thread; slot < stop; slot += threads) {
-#pragma unroll
-      for (int k = 0; k < Op::kInputs; ++k) {
-        CopySlotAsync<Op::kMode>(stage + k * plan.part_slots + slot, op.Input(row, k), row.grid.First(slot));
-      }
-    }
-    CopyCommit();
-  }
-  const auto fetch = [&](int slot, V(&raw)[Op::kInputs]) {
-#pragma unroll
-    for (int k = 0; k < Op::kInputs; ++k) raw[k] = stage[k * plan.part_slots + slot];
-  };
-  Partial total = Partial::Identity();
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    if (half == 0) {
-      CopyWait<1>();
-    } else {
-      CopyWait<0>();
-    }
-    ReduceSlots(op, row, (half == 0 ? begin : middle) + thread, half == 0 ? middle : end, threads, fetch, total);
-  }
-  total = Partial::MergeLanes(total, min(threads, kWarp));
-  total = MergeRow(total, threads / kWarp, plan.cluster, rank, shared);
-  StoreSlots(op, row, begin + thread, end, threads, fetch, total);
+  const int end = inside ? min(begin + plan.part_slots, row.grid.Slots()) : begin;
+  auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes) + group * plan.part_slots * op.Inputs();
+  const Stage<Op> stage = {op, row, base, plan.part_slots, begin, end, thread, threads};
+  const auto own = stage.CopyAndReduce();
+  stage.Store(MergeRow(own, threads / kWarp, plan.cluster, rank, shared));
 }
 
 // ---- Split tier ----
-
-inline constexpr int kMaxSplitPartials = 4096;  // rows of a batch * chunks; Python reserves scratch for this many
 
 // Chunk c of a row is slots [c * chunk_slots, (c + 1) * chunk_slots). Block b works on chunk b % chunks of row
 // first_row + b / chunks.
@@ -261,45 +341,43 @@ struct SplitPlan {
   int chunk_slots = 0;
 };
 
-// Calls body(row, first slot of this thread, end, fetch) for the block's chunk.
-template <typename Op, typename Body>
-__device__ __forceinline__ void WithChunk(const Op& op, const SplitPlan& plan, Body body) {
-  const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
+template <typename Op>
+__device__ __forceinline__ Stage<Op> StageChunk(const Op& op, const typename Op::Row& row, const SplitPlan& plan,
+                                                uint4* shared_bytes) {
   const int begin = static_cast<int>(blockIdx.x % plan.chunks) * plan.chunk_slots;
-  const int end = min(begin + plan.chunk_slots, row.grid.Slots());
-  body(row, begin + static_cast<int>(threadIdx.x), end,
-       [&](int slot, Vec<typename Op::T, kVecSize<typename Op::T>>(&raw)[Op::kInputs]) {
-#pragma unroll
-         for (int k = 0; k < Op::kInputs; ++k) raw[k] = LoadSlot<Op::kMode>(op.Input(row, k), row.grid.First(slot));
-       });
+  const int end = max(begin, min(begin + plan.chunk_slots, row.grid.Slots()));
+  auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes);
+  return {op, row, base, plan.chunk_slots, begin, end, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
 }
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     SplitReduceKernel(const __grid_constant__ Op op, const SplitPlan plan, typename Op::Partial* partials) {
-  using Partial = typename Op::Partial;
-  __shared__ RowShared<Partial> shared;
-  WithChunk(op, plan, [&](const typename Op::Row& row, int first, int end, auto fetch) {
-    Partial own = Partial::Identity();
-    ReduceSlots(op, row, first, end, blockDim.x, fetch, own);
-    const Partial total = MergeRow(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, 1, 0, shared);
-    if (threadIdx.x == 0) partials[blockIdx.x] = total;
-  });
+  extern __shared__ uint4 shared_bytes[];
+  __shared__ RowShared<typename Op::Partial> shared;
+  const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
+  const auto own = StageChunk(op, row, plan, shared_bytes).CopyAndReduce();
+  const auto total = MergeRow(own, blockDim.x / kWarp, 1, 0, shared);
+  if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     SplitStoreKernel(const __grid_constant__ Op op, const SplitPlan plan, const typename Op::Partial* partials) {
   using Partial = typename Op::Partial;
+  extern __shared__ uint4 shared_bytes[];
   __shared__ RowShared<Partial> shared;
+  const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
+  const Stage<Op> stage = StageChunk(op, row, plan, shared_bytes);
+  stage.Copy(stage.begin, stage.end);  // on its way while the partials are merged
   Partial own = Partial::Identity();
   for (int c = threadIdx.x; c < plan.chunks; c += blockDim.x) {
     own = Partial::Merge(own, partials[blockIdx.x / plan.chunks * plan.chunks + c]);
   }
   const Partial total = MergeRow(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, 1, 0, shared);
-  WithChunk(op, plan, [&](const typename Op::Row& row, int first, int end, auto fetch) {
-    StoreSlots(op, row, first, end, blockDim.x, fetch, total);
-  });
+  CopyWait<0>();
+  stage.PadEdges(stage.begin, stage.end);
+  stage.Store(total);
 }
 
 // ---- Choosing ----
@@ -308,66 +386,79 @@ inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int NextPowerOfTwo(int64_t n) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(n))); }
 
-inline constexpr int kWarpItems = 4;  // slots per lane of the Warp tier: 64 bytes per input in flight
-// Slots per thread of the Block tier: with fewer, the fixed cost of a thread shows; with more, the passes take long.
-template <typename Op>
-inline constexpr int kSlotsPerThread = 8 / Op::kInputs;
+// What one block stages of a row: up to the first figure it has the row for itself. A longer row is cut into parts of
+// about the second, which lets several blocks of different clusters share a multiprocessor.
+inline constexpr int kMaxPartBytes = 100 << 10;  // per input that every call has
+inline constexpr int kClusterPartBytes = 43 << 10;
+inline constexpr int kMaxPortableCluster = 8;
 
-// A block's part of a row, staged, is at most this large where clusters can share the row.
 template <typename Op>
-inline constexpr int kPartBytes = (Op::kInputs == 1 ? 100 : 130) << 10;
+int MaxPartSlots(const Op& op, const DeviceInfo& device) {
+  return std::min(device.max_shared_bytes - kStaticSharedBytes, kMaxPartBytes * Op::kColumnInputs) /
+         (kVecBytes * op.Inputs());
+}
 
 // Slots of a row that stay on chip.
 template <typename Op>
-int64_t MaxRowSlots(const DeviceInfo& device) {
-  constexpr int kPortableCluster = 8;
-  const int64_t block_bytes = device.max_shared_bytes / 2 - kStaticSharedBytes;  // two blocks per multiprocessor at least
-  return block_bytes / (kVecBytes * Op::kInputs) * (device.clusters ? kPortableCluster : 1);
+int MaxRowSlots(const Op& op, const DeviceInfo& device) {
+  return MaxPartSlots(op, device) * (device.clusters ? kMaxPortableCluster : 1);
 }
 
 template <typename Op>
 ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
   if constexpr (Op::kMode == Mode::kPlain) {
-    if (slots <= kWarp * kWarpItems) {
-      const int lanes = NextPowerOfTwo(CeilDiv(slots, kWarpItems));
-      const Grid grid = {.blocks = CeilDiv(op.rows, kBlockThreads / lanes), .threads = kBlockThreads};
-      const int64_t items = CeilDiv(slots, lanes);
-      if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, op, lanes);
-      if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, op, lanes);
-      return Launch<WarpRowKernel<Op, kWarpItems>>(device, stream, grid, name, op, lanes);
+    constexpr int kItems = kWarpItems<Op>;
+    if (slots <= kMaxWarpSlots) {
+      const int lanes = NextPowerOfTwo(CeilDiv(slots, kItems));
+      const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
+      const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes), .threads = kWarpThreads};
+      if (slots <= lanes) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, op, log2_lanes);
+      return Launch<WarpRowKernel<Op, kItems>>(device, stream, grid, name, op, log2_lanes);
     }
   }
-  constexpr int kSlotBytes = kVecBytes * Op::kInputs;
-  // The smallest cluster that keeps a block's part comfortable, up to the portable size of 8.
-  const int64_t parts = CeilDiv(int64_t{slots} * kSlotBytes, kPartBytes<Op>);
-  const int cluster = device.clusters ? std::min(NextPowerOfTwo(parts), 8) : 1;
-  BlockPlan plan = {.cluster = cluster, .part_slots = static_cast<int>(CeilDiv(slots, cluster))};
-  plan.threads_per_row = std::min(NextPowerOfTwo(CeilDiv(plan.part_slots, kSlotsPerThread<Op>)), kMaxThreads);
-  plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
-  const Grid grid = {.blocks = CeilDiv(op.rows, plan.rows_per_block) * cluster,
+  const int slot_bytes = kVecBytes * op.Inputs();
+  BlockPlan plan = {.part_slots = slots};
+  if (slots <= MaxPartSlots(op, device)) {
+    // The row may touch one slot more than it has whole ones; that one is not worth twice the threads.
+    const int64_t whole = std::max(1, slots - (Op::kMode == Mode::kPlain ? 0 : 1));
+    plan.threads_per_row = std::min(NextPowerOfTwo(CeilDiv(whole, Op::kSlotsPerThread)), kMaxThreads);
+    plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
+  } else {
+    // Few rows leave multiprocessors idle: then as many and as wide blocks per row as there can be.
+    const bool few = op.rows * kMaxPortableCluster <= 4 * device.sms;
+    const int64_t parts = CeilDiv(int64_t{slots} * slot_bytes, kClusterPartBytes);
+    plan.cluster = few ? kMaxPortableCluster : static_cast<int>(std::min<int64_t>(parts, kMaxPortableCluster));
+    plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
+    const int per_thread = few ? Op::kSlotsPerThread : 14 / Op::kColumnInputs;
+    plan.threads_per_row = std::min<int>(CeilDiv(plan.part_slots, per_thread * kWarp) * kWarp, kMaxThreads);
+  }
+  const Grid grid = {.blocks = CeilDiv(op.rows, plan.rows_per_block) * plan.cluster,
                      .threads = plan.threads_per_row * plan.rows_per_block,
-                     .shared_bytes = plan.part_slots * kSlotBytes * plan.rows_per_block,
-                     .cluster = cluster};
+                     .shared_bytes = plan.part_slots * slot_bytes * plan.rows_per_block,
+                     .cluster = plan.cluster};
   return Launch<BlockRowKernel<Op>>(device, stream, grid, name, op, plan);
 }
 
-// `scratch` holds kMaxSplitPartials partials.
+// `scratch` takes the partials of a batch of rows; Python reserves enough for one row at least, where it knows the length.
 template <typename Op>
-ffi::Error LaunchSplit(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, void* scratch,
+ffi::Error LaunchSplit(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
                        const char* name) {
   using Partial = typename Op::Partial;
-  auto* partials = static_cast<Partial*>(scratch);
-  // Half of L2 for the inputs of a batch: the other half sees what the store launch writes.
-  const int64_t row_bytes = int64_t{slots} * kVecBytes * Op::kInputs;
-  const int64_t batch = std::clamp<int64_t>(device.l2_bytes / 2 / row_bytes, 1, std::min<int64_t>(op.rows, kMaxSplitPartials));
-  SplitPlan plan;
   constexpr int kThreads = 256;
-  const int64_t wanted = CeilDiv(slots, kThreads * 8);
-  plan.chunks = static_cast<int>(std::clamp<int64_t>(wanted, 1, kMaxSplitPartials / batch));
-  plan.chunk_slots = static_cast<int>(CeilDiv(slots, plan.chunks));
+  auto* partials = static_cast<Partial*>(scratch.untyped_data());
+  const int64_t capacity = static_cast<int64_t>(scratch.size_bytes() / sizeof(Partial));
+  const int64_t chunks = CeilDiv(slots, kThreads * Op::kSlotsPerThread);
+  JAXNORM_CHECK(chunks <= capacity);
+  SplitPlan plan = {.chunks = static_cast<int>(chunks), .chunk_slots = static_cast<int>(CeilDiv(slots, chunks))};
+  // Half of L2 for the inputs of a batch: the other half sees what the store launch writes.
+  const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
+  const int64_t batch =
+      std::clamp<int64_t>(device.l2_bytes / 2 / row_bytes, 1, std::min<int64_t>(op.rows, capacity / chunks));
   for (; plan.first_row < op.rows; plan.first_row += batch) {
-    const Grid grid = {.blocks = std::min(batch, op.rows - plan.first_row) * plan.chunks, .threads = kThreads};
+    const Grid grid = {.blocks = std::min(batch, op.rows - plan.first_row) * plan.chunks,
+                       .threads = kThreads,
+                       .shared_bytes = plan.chunk_slots * kVecBytes * op.Inputs()};
     JAXNORM_RETURN_IF_ERROR(Launch<SplitReduceKernel<Op>>(device, stream, grid, name, op, plan, partials));
     JAXNORM_RETURN_IF_ERROR(
         Launch<SplitStoreKernel<Op>>(device, stream, grid, name, op, plan, const_cast<const Partial*>(partials)));

@@ -120,23 +120,22 @@ ffi::Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, ffi
     constexpr int kVec = kVecSize<T>;
     const General general(args);
     bool full = simple && IsVecAligned(general.Output());
-    for (int k = 0; k < General::kInputs; ++k) {
+    for (int k = 0; k < General::kColumnInputs; ++k) {
       full = full && IsVecAligned(general.Input(k).data) && general.Input(k).elements == shape.size();
     }
     const bool last = shape.inner == 1;
     const bool whole = (last ? shape.axis : shape.inner) % kVec == 0;
     const int slots = static_cast<int>(CeilDiv(shape.axis, kVec)) + (full && whole ? 0 : 1);
-    const bool split = last && slots > MaxRowSlots<General>(*device);
-    if (split) JAXNORM_CHECK(scratch.size_bytes() >= kMaxSplitPartials * sizeof(typename General::Partial));
+    const bool split = last && slots > MaxRowSlots(general, *device);
     if constexpr (!std::is_same_v<T, double>) {
       using Ragged = Op<T, Mode::kRagged>;
       using Plain = Op<T, Mode::kPlain>;
-      if (full && split) return LaunchSplit(*device, stream, Ragged(args), slots, scratch.untyped_data(), name);
+      if (full && split) return LaunchSplit(*device, stream, Ragged(args), slots, scratch, name);
       if (full && last && whole) return LaunchRow(*device, stream, Plain(args), slots, name);
       if (full && last) return LaunchRow(*device, stream, Ragged(args), slots, name);
       if (full && whole) return LaunchStrided<Plain, kVec>(*device, stream, Plain(args), shape, name);
     }
-    if (split) return LaunchSplit(*device, stream, general, slots, scratch.untyped_data(), name);
+    if (split) return LaunchSplit(*device, stream, general, slots, scratch, name);
     if (last) return LaunchRow(*device, stream, general, slots, name);
     return LaunchStrided<General, 1>(*device, stream, general, shape, name);
   });

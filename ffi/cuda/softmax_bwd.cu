@@ -13,7 +13,10 @@ struct SoftmaxBwd {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kGeneral = kMode == Mode::kGeneral;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kInputs = 2;
+  static constexpr int kInputs = 2;  // y, t
+  static constexpr int kColumnInputs = 2;
+  static constexpr int kSlotsPerThread = 4;
+  static constexpr int kUnroll = kGeneral ? 1 : 2;
 
   int64_t rows;
   int cols;
@@ -67,25 +70,31 @@ struct SoftmaxBwd {
   }
 
   __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const { return k == 0 ? row.y : row.t; }
+  __host__ __device__ __forceinline__ bool Has(int) const { return true; }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ int Place(int k) const { return k; }
+  __host__ __device__ __forceinline__ int Inputs() const { return kInputs; }
 
-  __device__ __forceinline__ void Decode(const Row& row, int slot, const Vec<T, kVec> (&raw)[2], Slot& out_slot) const {
+  static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(Acc(0)); }
+
+  template <bool kEdges>
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<SoftmaxBwd>& raw, Slot& out_slot) const {
     const int first = row.grid.First(slot);
-    out_slot.y = raw[0];
-    out_slot.t = raw[1];
+    out_slot.y = raw.in[0];
+    out_slot.t = raw.in[1];
     out_slot.masked = 0;
     if constexpr (kGeneral) {
-      if (row.where.row != nullptr) {
-        const auto w = row.where.template Load<kVec>(first);
+      if (HasWhere()) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          if (!w.v[i]) {
+          if (!raw.where.v[i]) {
             out_slot.masked |= 1u << i;
             out_slot.y.v[i] = out_slot.t.v[i] = FromAcc<T>(Acc(0));
           }
         }
       }
     }
-    if (!row.grid.Whole(first)) {
+    if (kEdges && !row.grid.Whole(first)) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         if (first + i < 0 || first + i >= cols) out_slot.y.v[i] = out_slot.t.v[i] = FromAcc<T>(Acc(0));

@@ -13,7 +13,10 @@ struct SoftmaxFwd {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kGeneral = kMode == Mode::kGeneral;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kInputs = 1;
+  static constexpr int kInputs = kGeneral ? 3 : 1;  // x, scale, bias
+  static constexpr int kColumnInputs = 1;           // x
+  static constexpr int kSlotsPerThread = 8;
+  static constexpr int kUnroll = kGeneral ? 2 : 4;
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 
   int64_t rows;
@@ -73,37 +76,47 @@ struct SoftmaxFwd {
     return r;
   }
 
-  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int) const { return row.x; }
+  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const {
+    return k == 0 ? row.x : k == 1 ? row.scale : row.bias;
+  }
+  __host__ __device__ __forceinline__ bool Has(int k) const {
+    return k == 0 || (k == 1 ? scale.data : bias.data) != nullptr;
+  }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ int Place(int k) const { return k < 2 ? k : 1 + (Has(1) ? 1 : 0); }
+  __host__ __device__ __forceinline__ int Inputs() const {
+    return kGeneral ? 1 + (Has(1) ? 1 : 0) + (Has(2) ? 1 : 0) : 1;
+  }
 
-  __device__ __forceinline__ void Decode(const Row& row, int slot, const Vec<T, kVec> (&raw)[1], Slot& out) const {
+  static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(-Acc(INFINITY)); }
+
+  template <bool kEdges>
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<SoftmaxFwd>& raw, Slot& out) const {
     const int first = row.grid.First(slot);
-    out.x = raw[0];
+    out.x = raw.in[0];
     out.masked = 0;
     if constexpr (kGeneral) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * factor;
-      if (row.scale.row != nullptr) {
-        const auto s = row.scale.template Load<kVec>(first);
+      if (Has(1)) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) out.v[i] *= ToAcc(s.v[i]);
+        for (int i = 0; i < kVec; ++i) out.v[i] *= ToAcc(raw.in[1].v[i]);
       }
-      if (row.bias.row != nullptr) {
-        const auto b = row.bias.template Load<kVec>(first);
+      if (Has(2)) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) out.v[i] += ToAcc(b.v[i]) * kUnit<T>;
+        for (int i = 0; i < kVec; ++i) out.v[i] += ToAcc(raw.in[2].v[i]) * kUnit<T>;
       }
-      if (row.where.row != nullptr) {
-        const auto w = row.where.template Load<kVec>(first);
+      if (HasWhere()) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          if (!w.v[i]) {
+          if (!raw.where.v[i]) {
             out.v[i] = -Acc(INFINITY);
             out.masked |= 1u << i;
           }
         }
       }
     }
-    if (!row.grid.Whole(first)) {
+    if (kEdges && !row.grid.Whole(first)) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         if (first + i < 0 || first + i >= cols) {
@@ -139,34 +152,46 @@ struct SoftmaxFwd {
     }
   }
 
+  // Calls f(std::bool_constant<log>()): the choice is made once per group of elements, not for each.
+  template <typename F>
+  __device__ __forceinline__ void WithLog(F f) const {
+    if (log) {
+      f(std::true_type());
+    } else {
+      f(std::false_type());
+    }
+  }
+
   // The maximum over the lanes comes first, so that lanes then merge by adding.
   template <int kN>
   __device__ __forceinline__ Partial Reduce(Slot (&slots)[kN], int width) const {
     const Acc m = LaneReduce(MaxOf(slots), width, [](Acc a, Acc b) { return Max(a, b); });
     const Acc reference = Finite(m);
     Acc sum = 0;
+    WithLog([&](auto kLog) {
 #pragma unroll
-    for (int j = 0; j < kN; ++j) {
+      for (int j = 0; j < kN; ++j) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const Acc shifted = Shifted(slots[j], i, reference);
-        const Acc e = Exp<T>(shifted);
-        sum += e;
-        slots[j].v[i] = log ? shifted : e;
+        for (int i = 0; i < kVec; ++i) {
+          const Acc shifted = Shifted(slots[j], i, reference);
+          const Acc e = Exp<T>(shifted);
+          sum += e;
+          slots[j].v[i] = kLog ? shifted : e;
+        }
       }
-    }
+    });
     return {m, LaneReduce(sum, width, [](Acc a, Acc b) { return a + b; })};
   }
 
   __device__ __forceinline__ void Prepare(Slot& slot, const Partial& total) const {
     const Acc reference = Finite(total.max);
-    if (log) {
+    WithLog([&](auto kLog) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) slot.v[i] = Shifted(slot, i, reference);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) slot.v[i] = Exp<T>(Shifted(slot, i, reference));
-    }
+      for (int i = 0; i < kVec; ++i) {
+        const Acc shifted = Shifted(slot, i, reference);
+        slot.v[i] = kLog ? shifted : Exp<T>(shifted);
+      }
+    });
   }
 
   __device__ __forceinline__ Final Finish(const Partial& total) const {
@@ -244,19 +269,21 @@ struct SoftmaxFwd {
   __device__ __forceinline__ void ColumnResult(const Vec<T, kN> (&raw)[1], const Column& column, int a,
                                                const Partial (&total)[kN], const Final (&final)[kN],
                                                Acc (&result)[kN]) const {
+    WithLog([&](auto kLog) {
 #pragma unroll
-    for (int v = 0; v < kN; ++v) {
-      bool masked = false;
-      const Acc reference = Finite(total[v].max);
-      Acc shifted;
-      if constexpr (kGeneral) {
-        shifted = ColumnZ(raw[0].v[v], column, a, masked) - reference;
-      } else {
-        shifted = fma(ToAcc(raw[0].v[v]), factor, -reference);
+      for (int v = 0; v < kN; ++v) {
+        bool masked = false;
+        const Acc reference = Finite(total[v].max);
+        Acc shifted;
+        if constexpr (kGeneral) {
+          shifted = ColumnZ(raw[0].v[v], column, a, masked) - reference;
+        } else {
+          shifted = fma(ToAcc(raw[0].v[v]), factor, -reference);
+        }
+        result[v] = fma(kLog ? shifted : Exp<T>(shifted), final[v].scale, final[v].shift);
+        if (masked) result[v] = kLog ? -Acc(INFINITY) : Acc(0);
       }
-      result[v] = fma(log ? shifted : Exp<T>(shifted), final[v].scale, final[v].shift);
-      if (masked) result[v] = log ? -Acc(INFINITY) : Acc(0);
-    }
+    });
   }
 };
 

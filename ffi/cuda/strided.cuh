@@ -6,10 +6,10 @@
 // through L2 instead.
 //
 // Besides what rows.cuh asks of an Op, this needs
-//   const DeviceOperand<T>& Input(int k)     the arrays that are read per element; T* Output()
+//   static constexpr int kColumnInputs       arrays that every call reads; const DeviceOperand<T>& Input(int k); T* Output()
 //   struct Column; Column BeginColumn(row)   the other operands, for one column (kGeneral)
 //   ReduceColumns<kVec>(Partial (&)[kVec], column, for_each)
-//       for_each(f) calls f(a, Vec (&raw)[kInputs]) for the axis positions a of this thread
+//       for_each(f) calls f(a, Vec (&raw)[kColumnInputs]) for the axis positions a of this thread
 //   ColumnResult<kVec>(raw, column, a, total, final, Acc (&result)[kVec])
 #ifndef JAXNORM_CUDA_STRIDED_CUH_
 #define JAXNORM_CUDA_STRIDED_CUH_
@@ -47,22 +47,22 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
   const int axis = active ? plan.axis : 0;
   const int64_t first_row = outer * plan.inner + (active ? i : 0);
 
-  const T* source[Op::kInputs];  // at this thread's first position
-  int64_t pitch[Op::kInputs];
+  const T* source[Op::kColumnInputs];  // at this thread's first position
+  int64_t pitch[Op::kColumnInputs];
 #pragma unroll
-  for (int k = 0; k < Op::kInputs; ++k) {
+  for (int k = 0; k < Op::kColumnInputs; ++k) {
     pitch[k] = op.Input(k).axis_stride;
     source[k] = op.Input(k).data + op.Input(k).RowOffset(first_row) + ty * pitch[k];
   }
   V* const tile = reinterpret_cast<V*>(shared_bytes) + ty * plan.lanes_x + tx;
   if (plan.staged) {
-    const T* p[Op::kInputs];
+    const T* p[Op::kColumnInputs];
 #pragma unroll
-    for (int k = 0; k < Op::kInputs; ++k) p[k] = source[k];
+    for (int k = 0; k < Op::kColumnInputs; ++k) p[k] = source[k];
     V* to = tile;
     for (int a = ty; a < axis; a += lanes_y) {
 #pragma unroll
-      for (int k = 0; k < Op::kInputs; ++k) {
+      for (int k = 0; k < Op::kColumnInputs; ++k) {
         CopyAsync(to + k * plan.axis * plan.lanes_x, reinterpret_cast<const V*>(p[k]));
         p[k] += lanes_y * pitch[k];
       }
@@ -78,21 +78,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
       const V* p = tile;
 #pragma unroll 4
       for (int a = ty; a < axis; a += lanes_y) {
-        V raw[Op::kInputs];
+        V raw[Op::kColumnInputs];
 #pragma unroll
-        for (int k = 0; k < Op::kInputs; ++k) raw[k] = p[k * plan.axis * plan.lanes_x];
+        for (int k = 0; k < Op::kColumnInputs; ++k) raw[k] = p[k * plan.axis * plan.lanes_x];
         p += lanes_y * plan.lanes_x;
         body(a, raw);
       }
     } else {
-      const T* p[Op::kInputs];
+      const T* p[Op::kColumnInputs];
 #pragma unroll
-      for (int k = 0; k < Op::kInputs; ++k) p[k] = source[k];
+      for (int k = 0; k < Op::kColumnInputs; ++k) p[k] = source[k];
 #pragma unroll 2
       for (int a = ty; a < axis; a += lanes_y) {
-        V raw[Op::kInputs];
+        V raw[Op::kColumnInputs];
 #pragma unroll
-        for (int k = 0; k < Op::kInputs; ++k) {
+        for (int k = 0; k < Op::kColumnInputs; ++k) {
           raw[k] = *reinterpret_cast<const V*>(p[k]);
           p[k] += lanes_y * pitch[k];
         }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
       if (offset >= plan.lanes_x) own[v] = Partial::Merge(own[v], ShuffleXor(own[v], offset));
     }
   }
-  const int tile_vectors = plan.staged ? Op::kInputs * plan.axis * plan.lanes_x : 0;
+  const int tile_vectors = plan.staged ? Op::kColumnInputs * plan.axis * plan.lanes_x : 0;
   const int tile_bytes = (tile_vectors * static_cast<int>(sizeof(V)) + kVecBytes - 1) / kVecBytes * kVecBytes;
   Partial* const partials = reinterpret_cast<Partial*>(reinterpret_cast<char*>(shared_bytes) + tile_bytes);
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
     final[v] = op.Finish(total[v]);
   }
   T* out = op.Output() + (outer * plan.axis + ty) * plan.inner + i;
-  for_each([&](int a, const V(&raw)[Op::kInputs]) {
+  for_each([&](int a, const V(&raw)[Op::kColumnInputs]) {
     AccT<T> result[kVec];
     op.template ColumnResult<kVec>(raw, column, a, total, final, result);
     *reinterpret_cast<V*>(out) = RoundVec<T>(result);
@@ -145,27 +145,28 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
 template <typename Op, int kVec>
 ffi::Error LaunchStrided(const DeviceInfo& device, cudaStream_t stream, const Op& op, const AxisShape& shape,
                          const char* name) {
-  // Three blocks of a multiprocessor's shared memory overlap copying with computing; a narrower tile than 32 bytes
-  // would waste parts of the sectors that it reads.
-  const int64_t comfortable = device.max_shared_bytes / 3 - 8 * 1024;
   constexpr int kVecSizeBytes = kVec * sizeof(typename Op::T);
+  constexpr int kComfortableTile = 40 << 10;  // several blocks per multiprocessor overlap copying with computing
   StridedPlan plan = {.inner = shape.inner, .axis = static_cast<int>(shape.axis)};
-  const auto tile_bytes = [&](int lanes) { return Op::kInputs * shape.axis * lanes * kVecSizeBytes; };
-  plan.lanes_x = std::max(1, 128 / kVecSizeBytes);
-  while (plan.lanes_x * kVecSizeBytes > 32 && tile_bytes(plan.lanes_x) > comfortable) plan.lanes_x /= 2;
-  plan.lanes_x = std::min(plan.lanes_x, kWarp);
+  const auto tile_bytes = [&](int lanes) { return Op::kColumnInputs * shape.axis * lanes * kVecSizeBytes; };
+  const auto fits = [&](int lanes) {
+    const int64_t partials = int64_t{kMaxThreads / kWarp} * lanes * kVec * sizeof(typename Op::Partial);
+    return tile_bytes(lanes) + partials + kVecBytes <= device.max_shared_bytes - kStaticSharedBytes;
+  };
+  // Narrower than 64 bytes wastes bandwidth, narrower than 32 parts of sectors.
+  plan.lanes_x = std::min(256 / kVecSizeBytes, kWarp);
+  while (plan.lanes_x * kVecSizeBytes > 64 && tile_bytes(plan.lanes_x) > kComfortableTile) plan.lanes_x /= 2;
+  while (plan.lanes_x * kVecSizeBytes > 32 && !fits(plan.lanes_x)) plan.lanes_x /= 2;
+  plan.staged = fits(plan.lanes_x);
   const int64_t columns = int64_t{plan.lanes_x} * kVec;
-  constexpr int64_t kMaxWarpsStrided = 16;
-  const int64_t partial_bytes = kMaxWarpsStrided * columns * sizeof(typename Op::Partial);
-  plan.staged = tile_bytes(plan.lanes_x) + partial_bytes + kVecBytes <= device.max_shared_bytes - kStaticSharedBytes;
   const int64_t tiles = CeilDiv(shape.inner, columns);
   JAXNORM_CHECK(tiles <= INT32_MAX);
   plan.tiles = static_cast<int>(tiles);
-  constexpr int64_t kPositionsPerThread = 8;
+  constexpr int64_t kPositionsPerThread = 16 / Op::kColumnInputs;
   const int64_t lanes_y = std::bit_ceil(static_cast<uint64_t>(CeilDiv(shape.axis, kPositionsPerThread)));
   Grid grid;
   grid.blocks = shape.outer * tiles;
-  grid.threads = static_cast<int>(std::clamp<int64_t>(lanes_y * plan.lanes_x, 64, 512));
+  grid.threads = static_cast<int>(std::clamp<int64_t>(lanes_y * plan.lanes_x, 64, kMaxThreads));
   const int64_t partials = grid.threads / kWarp * columns * sizeof(typename Op::Partial);
   grid.shared_bytes = static_cast<int>((plan.staged ? tile_bytes(plan.lanes_x) + kVecBytes : 0) + partials);
   return Launch<StridedKernel<Op, kVec>>(device, stream, grid, name, op, plan);

@@ -1,0 +1,1 @@
+"""Measures jaxnorm against XLA and other libraries: `python -m bench`."""

@@ -1,0 +1,328 @@
+"""Times jaxnorm against other implementations: `python -m bench OP`."""
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+
+from bench.cases import DIRECTIONS, DTYPES, OPS, Case, select
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark.
+
+    Returns:
+      0; 1 when jaxnorm itself failed in some case; 2 when the arguments name nothing to time.
+    """
+    options = _parse(argv)
+    if options.list:
+        for case in _cases(options):
+            print(f"{case.op:<12} {case.label}")
+        return 0
+    if {"torch", "torch.compile", "liger", "quack"} & set(options.peers):
+        # Two libraries share the GPU; the data itself is passed over without a copy.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+
+    # Imported late: `--help` and `--list` need no JAX, and the line above has to come first.
+    from bench import timing
+    from jaxnorm import _report, _timing
+
+    rich = _report.require_rich()
+    console = rich.console()
+    cases = _cases(options)
+    if not cases:
+        print("no case has that name", file=sys.stderr)
+        return 2
+
+    copy = _timing.copy_rate(options.clock)
+    head = timing.header(options.clock, copy)
+    records: list[dict] = []
+    work = [(case, d) for case in cases for d in _directions(case, options)]
+    try:
+        with rich.progress() as progress:
+            task = progress.add_task("", total=len(work))
+            for case, direction in work:
+                progress.update(task, description=f"{case.op} {case.label} {direction}")
+                start = time.perf_counter()
+                new = list(_measure(case, direction, options, head))
+                records += new
+                progress.advance(task)
+                if progress.disable:
+                    print(_line(new, time.perf_counter() - start), file=sys.stderr, flush=True)
+                if options.json:
+                    timing.write_json(options.json, {"header": head, "records": records})
+    except KeyboardInterrupt:
+        print("stopped; what was measured so far follows", file=sys.stderr)
+
+    for op in dict.fromkeys(r["op"] for r in records):
+        console.print(_table(rich, [r for r in records if r["op"] == op], head, options))
+    if options.plot:
+        from bench import roofline
+
+        roofline.plot({"header": head, "records": records}, options.plot)
+        console.print(f"wrote {options.plot}")
+    ours = [r for r in records if r["implementation"] == options.implementation]
+    return int(any(r["error"] for r in ours))
+
+
+def _parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Time jaxnorm against other implementations, in one process and on one device.",
+        epilog="bench.compare (python -m) compares two --json files, bench.roofline plots one.",
+    )
+    parser.add_argument("op", metavar="OP", choices=("all", *OPS), help="all, " + ", ".join(OPS))
+    parser.add_argument(
+        "--cases", choices=("ci", "full"), default="ci", help="small shapes, or the H200 table"
+    )
+    parser.add_argument(
+        "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT"
+    )
+    parser.add_argument(
+        "--directions",
+        default="",
+        metavar="D,...",
+        help=f"some of {', '.join(DIRECTIONS)} (default: all but together)",
+    )
+    parser.add_argument(
+        "--peers",
+        default="xla",
+        metavar="P,...",
+        help="xla, torch, torch.compile, liger, quack, or none (default: xla)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of every case")
+    parser.add_argument(
+        "--implementation",
+        choices=("jaxnorm", "kernel"),
+        default="jaxnorm",
+        help="what is compared with the peers: jaxnorm's own choice, or its kernels always",
+    )
+    parser.add_argument("--calls", type=int, default=30, help="calls timed on a GPU (default: 30)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns they are spread over on a GPU")
+    parser.add_argument(
+        "--budget", type=float, default=0.5, help="seconds per timing on a CPU (default: 0.5)"
+    )
+    parser.add_argument(
+        "--clock", choices=("auto", "cupti", "trace", "wall"), default="auto", help="how to time"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results, after every case")
+    parser.add_argument("--plot", metavar="FILE", help="write a roofline plot")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    options = parser.parse_args(argv)
+    options.peers = [p for p in options.peers.split(",") if p and p != "none"]
+    known = ("xla", "torch", "torch.compile", "liger", "quack", "jaxnorm", "kernel")
+    for peer in options.peers:
+        if peer not in known:
+            parser.error(f"--peers must name some of {', '.join(known)}, got {peer}")
+    options.directions = [d for d in options.directions.split(",") if d]
+    for direction in options.directions:
+        if direction not in DIRECTIONS:
+            parser.error(f"--directions must name some of {', '.join(DIRECTIONS)}, got {direction}")
+    return options
+
+
+def _cases(options) -> list[Case]:
+    found = select(options.op, options.cases, options.dtype)
+    return [c for c in found if options.filter in f"{c.op} {c.label}"]
+
+
+def _directions(case: Case, options) -> list[str]:
+    possible = case.directions
+    if not options.directions:
+        return list(possible)
+    if case.op != "program":
+        possible = (*possible, "together")
+    return [d for d in options.directions if d in possible]
+
+
+def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
+    """One record per implementation; a failure is a record too."""
+    from bench import peers, timing
+    from jaxnorm import _timing
+
+    names = list(dict.fromkeys([options.implementation, *options.peers]))
+    errors: dict[str, str] = {}
+    timings: dict[str, _timing.Timing] = {}
+    kept: dict[str, int | None] = {}
+    copy = None
+    cold = False
+    try:
+        data = timing.make_data(case, direction)
+        data.wait()
+        cold = data.cold
+    except Exception as error:
+        data, errors = None, {name: f"data: {_text(error)}" for name in names}
+
+    if data is not None:
+        together = timing.fits_together(case, data.sets, len(names))
+        for group in [names] if together else [[name] for name in names]:
+            workloads = {}
+            for name in group:
+                try:
+                    prepared = peers.prepare(name, case, direction, data)
+                    workloads[name] = prepared.workload
+                    kept[name] = prepared.residual_bytes
+                except peers.Unsupported as error:
+                    errors[name] = f"skipped: {error}"
+                except Exception as error:
+                    errors[name] = _text(error)
+                prepared = None
+            if head["platform"] == "cpu" and copy is None:
+                workloads["copy"] = _timing.copy_workload(case.min_bytes(direction))
+            found = _timing.measure(
+                workloads,
+                calls=options.calls,
+                rounds=options.rounds,
+                budget=options.budget,
+                clock=options.clock,
+            )
+            workloads.clear()
+            for name, result in found.items():
+                if isinstance(result, Exception):
+                    errors[name] = _text(result)
+                elif name == "copy":
+                    copy = case.min_bytes(direction) / result.median
+                else:
+                    timings[name] = result
+        del data
+        peers.release()
+
+    base = timings.get(options.implementation)
+    for name in names:
+        yield _record(
+            case,
+            direction,
+            name,
+            timings.get(name),
+            base,
+            error=errors.get(name),
+            copy=copy or head["copy"]["bytes_per_second"],
+            cold=cold,
+            kept=kept.get(name),
+        )
+
+
+def _record(case, direction, name, timed, base, *, error, copy, cold, kept) -> dict:
+    from jaxnorm import _timing
+
+    record = {
+        **{f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name != "tags"},
+        "case": case.label,
+        "columns": case.columns,
+        "direction": direction,
+        "implementation": name,
+        "min_bytes": case.min_bytes(direction),
+        "copy_bytes_per_second": copy,
+        "cold": cold,
+        "residual_bytes": kept,
+        "error": error,
+    }
+    if timed is None:
+        return record
+    record |= {
+        "clock": timed.clock,
+        "seconds": timed.median,
+        "p10": timed.quantile(0.1),
+        "p90": timed.quantile(0.9),
+        "spread": timed.spread,
+        "calls": len(timed.seconds),
+        "kernels": timed.kernels,
+        "matmul_seconds": timed.matmul_seconds,
+    }
+    # A program's bytes are those of the operation in it, so its matrix products are left out where
+    # they can be told apart, and there is no rate where they cannot.
+    own = timed.median - timed.matmul_seconds
+    if own > 0 and (case.program in ("", "scores") or timed.matmul_seconds > 0):
+        record["bytes_per_second"] = case.min_bytes(direction) / own
+        record["copy_fraction"] = record["bytes_per_second"] / copy
+    if base is not None:
+        record["ratio"] = timed.median / base.median  # above 1: slower than jaxnorm
+        record["ratio_spread"] = _timing.ratio_spread(timed.spread, base.spread)
+    return record
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error.name}"
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+# ---- what people read ----
+
+
+def _line(records: Sequence[dict], seconds: float) -> str:
+    from jaxnorm import _report
+
+    first = records[0]
+    parts = [f"{first['op']} {first['case']} {first['direction']}:"]
+    for r in records:
+        shown = r["error"] or _report.duration(r["seconds"])
+        parts.append(f"{r['implementation']} {shown}")
+    return " | ".join([parts[0] + " " + parts[1], *parts[2:]]) + f"  ({seconds:.1f} s)"
+
+
+def _table(rich, records: Sequence[dict], head: dict, options):
+    from jaxnorm import _report
+
+    on_gpu = head["platform"] == "gpu"
+    copy = head["copy"]["bytes_per_second"]
+    ceiling = (
+        f"copy {_report.rate(copy)}" if on_gpu else "copy of the same size, in turn with the others"
+    )
+    clock = {"wall": "wall-clock", "cupti": "kernel time (CUPTI)", "trace": "kernel time (trace)"}
+    table = rich.table(title=f"{records[0]['op']} on {head['device']}", caption_justify="left")
+    table.caption = (
+        f"{clock[head['clock']]}, medians; {ceiling}. "
+        "Ratios: time of the other / time of ours; ± is half of their 95% interval."
+    )
+    if on_gpu and not all(r["cold"] for r in records):
+        table.caption += " L2: the data may have been in the cache."
+    table.add_column("case", overflow="fold")
+    table.add_column("direction", no_wrap=True)
+    for name in ("time", "bytes/s", "of copy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for peer in options.peers:
+        table.add_column(f"vs {peer}", justify="right", no_wrap=True)
+    groups: dict[tuple, dict[str, dict]] = {}
+    for r in records:
+        groups.setdefault((r["case"], r["direction"]), {})[r["implementation"]] = r
+    notes = []
+    previous = None
+    for (case, direction), found in groups.items():
+        if previous not in (None, case):
+            table.add_section()
+        ours = found[options.implementation]
+        cells = ["" if case == previous else case, direction.replace("_", " ")]
+        previous = case
+        if ours["error"]:
+            cells += ["[red]failed[/red]", "", ""]
+        else:
+            cells.append(_report.duration(ours["seconds"]))
+            known = "bytes_per_second" in ours
+            cells.append(_report.rate(ours["bytes_per_second"]) if known else "")
+            l2 = "" if ours["cold"] or not on_gpu else " L2"
+            cells.append(f"{ours['copy_fraction']:.2f}{l2}" if known else "")
+        cells += [_report.ratio_cell(found.get(peer)) for peer in options.peers]
+        table.add_row(*cells)
+        notes += [
+            f"{case} {direction}, {r['implementation']}: {r['error']}"
+            for r in found.values()
+            if r["error"]
+        ]
+    if not notes:
+        return table
+    # One line for each different complaint, not one for each case.
+    complaints: dict[str, list[str]] = {}
+    for note in notes:
+        where, _, text = note.partition(": ")
+        complaints.setdefault(f"{where.rpartition(', ')[2]}: {text}", []).append(where)
+    lines = [f"{text} ({len(where)} of {len(groups)} rows)" for text, where in complaints.items()]
+    return rich.group(table, *lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

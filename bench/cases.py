@@ -1,0 +1,256 @@
+"""The one table of shapes, for the benchmark and for the tests.
+
+`ci` cases take under about 30 ms a call on two CPU cores. `full` cases are those that were measured
+for other libraries on an H200; they need a GPU. Tests pick from both lists and replace what they
+vary, usually the dtype.
+"""
+
+import dataclasses
+import math
+
+OPS = ("softmax", "log_softmax", "relu", "add_relu", "program")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+TAGS = ("ci", "full", "gpu")
+
+# What can be timed. "forward" keeps nothing; "forward_train" also writes what backward needs beyond
+# the result; "backward" starts from that; "together" is forward and backward in one jit, and
+# returns y and dx. A program is timed as "grad": the gradients of all its arguments in one jit.
+DIRECTIONS = ("forward", "forward_train", "backward", "together", "grad")
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation on one shape.
+
+    For a program, `shape` holds its sizes: (batch, heads, length, width) for attention, (tokens,
+    width, hidden) for mlp.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    axis: int = -1
+    dtype: str = "float32"
+    where_shape: tuple[int, ...] | None = None
+    bias_shape: tuple[int, ...] | None = None
+    scale: float | None = None
+    program: str = ""
+    tags: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """A name that tells this case from every other of its operation."""
+        parts = ["x".join(map(str, self.shape)), self.dtype]
+        if self.program:
+            parts.insert(0, self.program)
+        if self.op in ("softmax", "log_softmax") and self.axis not in (-1, len(self.shape) - 1):
+            parts.append(f"axis={self.axis}")
+        if self.scale is not None:
+            parts.append("scale")
+        for name, shape in (("where", self.where_shape), ("bias", self.bias_shape)):
+            if shape is not None:
+                parts.append(f"{name}[{','.join(map(str, shape))}]")
+        return " ".join(parts)
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """Shape of the array that the operation works on, inside a program too."""
+        if self.program == "attention":
+            batch, heads, length, _ = self.shape
+            return (batch, heads, length, length)
+        if self.program == "mlp":
+            tokens, _, hidden = self.shape
+            return (tokens, hidden)
+        return self.shape
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.array_shape)
+
+    @property
+    def columns(self) -> int:
+        """Length of the reduced axis; of the last one where nothing is reduced."""
+        shape = self.array_shape
+        return shape[self.axis] if shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one array of the operation."""
+        return self.size * ITEMSIZE[self.dtype]
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """Directions that mean something for this case, without "together"."""
+        if self.program:
+            return ("grad",)
+        if self.op in ("relu", "add_relu"):
+            return ("forward", "forward_train", "backward")
+        return ("forward", "backward")
+
+    def min_bytes(self, direction: str) -> int:
+        """Fewest bytes that must cross memory: each input read once, each output written once.
+
+        Softmax: forward reads x and writes y, backward reads y and dy and writes dx. ReLU keeps one
+        bit per element, so that training forward also writes ceil(columns / 8) bytes per row and
+        backward reads them and dy, and writes dx. add_relu reads one array more in forward. `where`
+        (one byte an element) and `bias` are read by forward once at their own size; backward does
+        not need them, as y is 0 where `where` is false. Together: x and dy are read, y and dx
+        written. A program counts the operation inside it alone, forward and backward, not its
+        matrix products.
+        """
+        n = self.nbytes
+        operands = math.prod(self.where_shape) if self.where_shape is not None else 0
+        if self.bias_shape is not None:
+            operands += math.prod(self.bias_shape) * ITEMSIZE[self.dtype]
+        mask = self.size // max(self.columns, 1) * -(-self.columns // 8)
+        is_relu = self.op in ("relu", "add_relu") or self.program == "mlp"
+        if not is_relu:
+            mask = 0
+        inputs = 2 if self.op == "add_relu" else 1
+        forward = (inputs + 1) * n + operands
+        backward = 2 * n + mask if is_relu else 3 * n
+        match direction:
+            case "forward":
+                return forward
+            case "forward_train":
+                return forward + mask
+            case "backward":
+                return backward
+            case "together":
+                return (inputs + 3) * n + operands
+            case "grad" if self.program == "scores":
+                return 4 * n + operands
+            case "grad":
+                return forward + mask + backward
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+
+
+def _tags(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+_CI, _GPU = _tags("ci"), _tags("full", "gpu")
+
+
+def _softmax_cases(op: str) -> list[Case]:
+    ci = [
+        Case(op, (8192, 32)),
+        Case(op, (4096, 128)),
+        Case(op, (2048, 513)),
+        Case(op, (1024, 1023)),
+        Case(op, (1024, 1024)),
+        Case(op, (1024, 1024), dtype="bfloat16"),
+        Case(op, (1024, 1024), dtype="float16"),
+        Case(op, (256, 4096)),
+        Case(op, (32, 50257)),
+        Case(op, (4, 262144)),
+        Case(op, (8, 256, 256), axis=1),
+        Case(op, (4, 64, 28, 28), axis=1),
+        Case(op, (2, 4, 256, 256), where_shape=(2, 1, 1, 256), scale=0.125),
+    ]
+    rows = 49152
+    columns = (32, 64, 128, 256, 512, 1023, 1024, 2048, 4095, 4096, 8192, 16384, 32768)
+    shapes = [(rows, c) for c in columns]
+    shapes += [(8192, 50257), (8192, 128256), (64, 131072), (8, 1048576)]
+    full = [Case(op, shape, dtype="float16") for shape in shapes]
+    full += [
+        Case(op, (64, 1024, 1024), axis=1, dtype="float16"),
+        Case(op, (256, 64, 56, 56), axis=1, dtype="float16"),
+    ]
+    if op == "softmax":
+        ci += [
+            Case(op, (2, 4, 256, 256), where_shape=(1, 1, 256, 256), scale=0.125),
+            Case(op, (2, 4, 256, 256), bias_shape=(1, 4, 256, 256), scale=0.125),
+        ]
+        # Attention scores [batch, head, query, key]: padded keys, a causal mask, a relative
+        # position bias.
+        attention = {"dtype": "bfloat16", "scale": 0.125}
+        full += [
+            Case(op, (16, 16, 1024, 1024), where_shape=(16, 1, 1, 1024), **attention),
+            Case(op, (4, 16, 2048, 2048), where_shape=(4, 1, 1, 2048), **attention),
+            Case(op, (4, 16, 2048, 2048), where_shape=(1, 1, 2048, 2048), **attention),
+            Case(op, (16, 16, 1024, 1024), bias_shape=(1, 16, 1024, 1024), **attention),
+        ]
+    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
+        dataclasses.replace(c, tags=_GPU) for c in full
+    ]
+
+
+def _relu_cases(op: str) -> list[Case]:
+    ci = [
+        Case(op, (1024, 1024)),
+        Case(op, (1024, 1023)),
+        Case(op, (1024, 1024), dtype="bfloat16"),
+        Case(op, (1024, 1024), dtype="float16"),
+        Case(op, (16, 64, 32, 32)),
+        Case(op, (65536, 17)),
+    ]
+    # 256 MB an array, in widths that 16-byte loads and whole mask bytes divide, and in widths that
+    # they do not.
+    full = [
+        Case(op, (32768, 4096), dtype="float16"),
+        Case(op, (32768, 4095), dtype="float16"),
+        Case(op, (131072, 1023), dtype="float16"),
+        Case(op, (1048576, 127), dtype="float16"),
+        Case(op, (256, 56, 56, 167), dtype="float16"),
+        Case(op, (16384, 4096), dtype="float32"),
+    ]
+    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
+        dataclasses.replace(c, tags=_GPU) for c in full
+    ]
+
+
+def _program_cases() -> list[Case]:
+    def attention(batch, heads, length, width, **changes):
+        shape, where = (batch, heads, length, width), (batch, 1, 1, length)
+        return Case(
+            "program",
+            shape,
+            program="attention",
+            where_shape=where,
+            scale=width**-0.5,
+            **changes,
+        )
+
+    def scores(batch, heads, length, **changes):
+        shape, where = (batch, heads, length, length), (batch, 1, 1, length)
+        return Case("program", shape, program="scores", where_shape=where, scale=0.125, **changes)
+
+    bf16 = {"dtype": "bfloat16", "tags": _GPU}
+    return [
+        scores(2, 4, 256, tags=_CI),
+        attention(2, 4, 256, 32, tags=_CI),
+        Case("program", (512, 128, 512), program="mlp", tags=_CI),
+        scores(16, 16, 1024, **bf16),
+        attention(16, 16, 1024, 64, **bf16),
+        attention(4, 16, 2048, 128, **bf16),
+        Case("program", (16384, 1024, 4096), program="mlp", **bf16),
+    ]
+
+
+ALL = (
+    *_softmax_cases("softmax"),
+    *_softmax_cases("log_softmax"),
+    *_relu_cases("relu"),
+    *_relu_cases("add_relu"),
+    *_program_cases(),
+)
+
+
+def select(op: str | None = None, tag: str | None = None, dtype: str | None = None) -> list[Case]:
+    """Cases of one operation (None or "all": of every one) and tag, each once.
+
+    Args:
+      op: One of `OPS`, "all" or None.
+      tag: One of `TAGS`, or None for all.
+      dtype: Replaces the dtype of every case.
+    """
+    if op not in (None, "all", *OPS):
+        raise ValueError(f"op must be all or one of {', '.join(OPS)}, got {op!r}")
+    if tag not in (None, *TAGS):
+        raise ValueError(f"tag must be one of {', '.join(TAGS)}, got {tag!r}")
+    found = [c for c in ALL if op in (None, "all", c.op) and (tag is None or tag in c.tags)]
+    if dtype is not None:
+        found = [dataclasses.replace(c, dtype=dtype) for c in found]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,259 @@
+"""What a case can be timed with: jaxnorm, XLA and, where installed, other libraries."""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+from bench.cases import Case
+from bench.timing import Data, residual_bytes
+from jaxnorm import _timing
+
+NAMES = ("jaxnorm", "kernel", "xla", "torch", "torch.compile", "liger", "quack")
+
+
+class Unsupported(Exception):
+    """The implementation does not offer this case."""
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A workload and what is worth recording about it."""
+
+    workload: _timing.Workload
+    residual_bytes: int | None = None
+
+
+def prepare(name: str, case: Case, direction: str, data: Data) -> Prepared:
+    """Compiles `case` for one implementation and makes what the direction starts from.
+
+    Args:
+      name: One of `NAMES`; "jaxnorm" chooses by itself, "kernel" insists on the kernels.
+      case: The case.
+      direction: One of `bench.cases.DIRECTIONS`.
+      data: Inputs that `make_data` made for this case and direction.
+
+    Raises:
+      Unsupported: the implementation has no such operation.
+      Exception: whatever the library raises, an ImportError first of all.
+    """
+    if name in ("jaxnorm", "kernel", "xla"):
+        return _prepare_jax(name, case, direction, data)
+    if name in _TORCH:
+        return _prepare_torch(_TORCH[name](case), case, direction, data)
+    raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
+
+
+# ---- JAX ----
+
+
+def _xla_softmax(function, x, axis=-1, where=None, *, scale=None, bias=None):
+    if scale is not None:
+        x = x * scale
+    if bias is not None:
+        x = x + bias
+    return function(x, axis, where=where)
+
+
+_XLA_OPS = {
+    "softmax": functools.partial(_xla_softmax, jax.nn.softmax),
+    "log_softmax": functools.partial(_xla_softmax, jax.nn.log_softmax),
+    "relu": jax.nn.relu,
+    "add_relu": lambda x, y: jax.nn.relu(x + y),
+}
+
+
+def jax_operation(name: str, op: str) -> Callable:
+    """`op` of jaxnorm ("jaxnorm", "kernel") or jax.nn ("xla"), called with jaxnorm's arguments."""
+    if name == "xla":
+        return _XLA_OPS[op]
+    implementation = "kernel" if name == "kernel" else None
+    return functools.partial(getattr(jaxnorm, op), implementation=implementation)
+
+
+def jax_function(name: str, case: Case) -> Callable:
+    """`function(*args, *fixed)` for a case, with the arguments of `make_data`."""
+    if case.program == "mlp":
+        relu = jax_operation(name, "relu")
+        return lambda x, w1, w2: relu(x @ w1) @ w2
+    op = jax_operation(name, "softmax" if case.program else case.op)
+    if case.op in ("relu", "add_relu"):
+        return op
+
+    def softmax(x, *fixed):
+        rest = iter(fixed)
+        where = next(rest) if case.where_shape is not None else None
+        bias = next(rest) if case.bias_shape is not None else None
+        return op(x, case.axis, where, scale=case.scale, bias=bias)
+
+    def attention(q, k, v, *fixed):
+        scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+        return jnp.einsum("bhqk,bhkd->bhqd", softmax(scores, *fixed), v)
+
+    return attention if case.program == "attention" else softmax
+
+
+def _prepare_jax(name, case, direction, data) -> Prepared:
+    function, fixed, sets = jax_function(name, case), data.fixed, data.sets
+    if direction == "forward":
+        forward = jax.jit(function)
+        return Prepared(_timing.Workload(lambda i: forward(*data.args[i], *fixed), sets))
+    if direction in ("forward_train", "backward"):
+        forward, backward = _timing.split_vjp(function, data.args[0], fixed)
+        if direction == "forward_train":
+            kept = residual_bytes(jax.eval_shape(forward, data.args[0], fixed)[1])
+            return Prepared(_timing.Workload(lambda i: forward(data.args[i], fixed), sets), kept)
+        residuals = [forward(args, fixed)[1] for args in data.args]
+        jax.block_until_ready(residuals)
+        run = lambda i: backward(residuals[i], data.cotangents[i])  # noqa: E731
+        return Prepared(_timing.Workload(run, sets), residual_bytes(residuals[0]))
+
+    with_result = direction == "together" or case.program == "scores"
+
+    @jax.jit
+    def gradients(args, fixed, dy):
+        y, vjp = jax.vjp(lambda *args: function(*args, *fixed), *args)
+        dx = vjp(dy)
+        return (y, dx[0]) if with_result else dx
+
+    return Prepared(
+        _timing.Workload(lambda i: gradients(data.args[i], fixed, data.cotangents[i]), sets)
+    )
+
+
+# ---- PyTorch and libraries on top of it ----
+
+
+def _torch_function(case: Case) -> Callable:
+    import torch
+
+    def masked(x, *fixed):
+        rest = iter(fixed)
+        where = next(rest) if case.where_shape is not None else None
+        bias = next(rest) if case.bias_shape is not None else None
+        if case.scale is not None:
+            x = x * case.scale
+        if bias is not None:
+            x = x + bias
+        return x if where is None else x.masked_fill(~where, -math.inf)
+
+    def attention(q, k, v, *fixed):
+        return torch.softmax(masked(q @ k.transpose(-1, -2), *fixed), -1) @ v
+
+    if case.program == "attention":
+        return attention
+    if case.program == "mlp":
+        return lambda x, w1, w2: torch.relu(x @ w1) @ w2
+    match case.op:
+        case "log_softmax":
+            return lambda x, *fixed: torch.log_softmax(masked(x, *fixed), case.axis)
+        case "relu":
+            return torch.relu
+        case "add_relu":
+            return lambda x, y: torch.relu(x + y)
+    return lambda x, *fixed: torch.softmax(masked(x, *fixed), case.axis)
+
+
+def _torch_compiled(case: Case) -> Callable:
+    import torch
+    from torch._functorch import config
+
+    # Backward is run many times from one forward, so it must not reuse the buffers that forward
+    # saved.
+    config.donated_buffer = False
+    torch._dynamo.reset()
+    return torch.compile(_torch_function(case), dynamic=False)
+
+
+def _plain_softmax_only(library: str, case: Case) -> None:
+    if case.op != "softmax" or case.where_shape or case.bias_shape or case.scale is not None:
+        raise Unsupported(f"{library} has softmax of x alone")
+    if case.axis not in (-1, len(case.shape) - 1):
+        raise Unsupported(f"{library} has softmax over the last axis only")
+
+
+def _liger(case: Case) -> Callable:
+    _plain_softmax_only("liger", case)
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply
+
+
+def _quack(case: Case) -> Callable:
+    _plain_softmax_only("quack", case)
+    from quack.softmax import softmax
+
+    return lambda x: softmax(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+_TORCH = {
+    "torch": _torch_function,
+    "torch.compile": _torch_compiled,
+    "liger": _liger,
+    "quack": _quack,
+}
+
+
+def _prepare_torch(function, case, direction, data) -> Prepared:
+    """The same data through DLPack. Autograd gives backward, with the graph of each set kept."""
+    import torch
+
+    data.wait()  # JAX's stream must be done before another stream reads
+    args = [tuple(torch.from_dlpack(a) for a in set_args) for set_args in data.args]
+    fixed = tuple(_to_torch(a) for a in data.fixed)
+    cotangents = [torch.from_dlpack(dy) for dy in data.cotangents]
+
+    def wait(_):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def workload(run):
+        return _timing.Workload(run, data.sets, wait)
+
+    if direction == "forward":
+
+        def run(i):
+            with torch.no_grad():
+                return function(*args[i], *fixed)
+
+        return Prepared(workload(run))
+
+    leaves = [tuple(a.detach().requires_grad_() for a in set_args) for set_args in args]
+    if direction == "forward_train":
+        return Prepared(workload(lambda i: function(*leaves[i], *fixed)))
+    if direction == "backward":
+        results = [function(*set_leaves, *fixed) for set_leaves in leaves]
+        wait(None)
+
+        def run(i):
+            return torch.autograd.grad(results[i], leaves[i][0], cotangents[i], retain_graph=True)
+
+        return Prepared(workload(run))
+
+    def run(i):
+        y = function(*leaves[i], *fixed)
+        dx = torch.autograd.grad(y, leaves[i], cotangents[i])
+        return y.detach(), dx
+
+    return Prepared(workload(run))
+
+
+def _to_torch(array):
+    """A boolean array crosses DLPack as bytes, in every version of both libraries."""
+    import torch
+
+    if array.dtype == bool:
+        return torch.from_dlpack(array.astype(jnp.uint8)).bool()
+    return torch.from_dlpack(array)
+
+
+def release() -> None:
+    """Gives memory that PyTorch caches back to the device."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

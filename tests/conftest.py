@@ -1,0 +1,28 @@
+"""Settings that must be made before jax starts a backend."""
+
+import os
+import pathlib
+import sys
+
+# Sharding is tested on eight CPU devices in this process; everything else uses the first one.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+# The tests share bench.cases, which is not part of the installed package.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+# A strong type that slips into a rule would change the dtype of users' results: make it an error.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(items):
+    if any(d.platform == "gpu" for d in jax.devices()):
+        return
+    skip = pytest.mark.skip(reason="JAX has no GPU on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,233 @@
+"""What every operation must return, in float64 NumPy, and how close a result must come.
+
+Never imports jaxnorm or jax.
+"""
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# Rounding unit of each type: half of the distance from 1 to the next number.
+UNIT = {
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float32": 2.0**-24,
+    "float64": 2.0**-53,
+}
+# Numbers below this lose digits: errors are not judged relative to anything smaller.
+TINY = {name: float(ml_dtypes.finfo(name).smallest_normal) for name in DTYPES}
+LARGEST = {name: float(ml_dtypes.finfo(name).max) for name in DTYPES}
+
+
+def f64(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def _axes(axis, ndim):
+    if axis is None:
+        return tuple(range(ndim))
+    return tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
+
+
+# ---- softmax ----
+
+
+def logits(x, where=None, scale=None, bias=None):
+    """The sum scale * x + bias, and -inf where masked, whatever x and bias hold there."""
+    z = f64(x)
+    with np.errstate(all="ignore"):
+        if scale is not None:
+            z = z * f64(scale)
+        if bias is not None:
+            z = z + f64(bias)
+    return z if where is None else np.where(where, z, -np.inf)
+
+
+def softmax(x, axis=-1, where=None, scale=None, bias=None):
+    z = logits(x, where, scale, bias)
+    axes = _axes(axis, z.ndim)
+    with np.errstate(all="ignore"):
+        e = np.exp(z - np.max(z, axes, keepdims=True, initial=-np.inf))
+        y = e / np.sum(e, axes, keepdims=True)
+    return y if where is None else np.where(where, y, 0.0)
+
+
+def log_softmax(x, axis=-1, where=None, scale=None, bias=None):
+    z = logits(x, where, scale, bias)
+    axes = _axes(axis, z.ndim)
+    with np.errstate(all="ignore"):
+        shifted = z - np.max(z, axes, keepdims=True, initial=-np.inf)
+        y = shifted - np.log(np.sum(np.exp(shifted), axes, keepdims=True))
+    return y if where is None else np.where(where, y, -np.inf)
+
+
+def _tangent_of_logits(x, scale, x_dot, scale_dot, bias_dot):
+    z_dot = 0.0
+    with np.errstate(all="ignore"):
+        if x_dot is not None:
+            z_dot = z_dot + f64(x_dot) * (1.0 if scale is None else f64(scale))
+        if scale_dot is not None:
+            z_dot = z_dot + f64(scale_dot) * f64(x)
+        if bias_dot is not None:
+            z_dot = z_dot + f64(bias_dot)
+    return z_dot
+
+
+def softmax_jvp(
+    x,
+    x_dot=None,
+    axis=-1,
+    where=None,
+    scale=None,
+    bias=None,
+    scale_dot=None,
+    bias_dot=None,
+    log=False,
+):
+    """Directional derivative. Masked elements are 0, whatever the tangents hold there."""
+    p = softmax(x, axis, where, scale, bias)
+    z_dot = np.broadcast_to(_tangent_of_logits(x, scale, x_dot, scale_dot, bias_dot), p.shape)
+    if where is not None:
+        z_dot = np.where(where, z_dot, 0.0)
+    axes = _axes(axis, p.ndim)
+    with np.errstate(all="ignore"):
+        mean = np.sum(p * z_dot, axes, keepdims=True)
+        out = z_dot - mean if log else p * (z_dot - mean)
+    return out if where is None else np.where(where, out, 0.0)
+
+
+def _sum_to(a, shape):
+    """Transpose of broadcasting to a's shape."""
+    a = np.sum(a, tuple(range(a.ndim - len(shape))))
+    axes = tuple(i for i, n in enumerate(shape) if n == 1 and a.shape[i] != 1)
+    return np.sum(a, axes, keepdims=True)
+
+
+def softmax_vjp(x, ct, axis=-1, where=None, scale=None, bias=None, log=False):
+    """Cotangents of (x, scale, bias); None for those that are not given."""
+    p = softmax(x, axis, where, scale, bias)
+    ct = f64(ct)
+    if where is not None:
+        ct = np.where(where, ct, 0.0)
+    axes = _axes(axis, p.ndim)
+    with np.errstate(all="ignore"):
+        if log:
+            z_bar = ct - p * np.sum(ct, axes, keepdims=True)
+        else:
+            z_bar = p * (ct - np.sum(p * ct, axes, keepdims=True))
+        if where is not None:
+            z_bar = np.where(where, z_bar, 0.0)
+        x_bar = z_bar if scale is None else z_bar * f64(scale)
+        scale_bar = None if scale is None else _sum_to(z_bar * f64(x), np.shape(scale))
+        bias_bar = None if bias is None else _sum_to(z_bar, np.shape(bias))
+    return x_bar, scale_bar, bias_bar
+
+
+# ---- relu ----
+
+
+def relu(x, y=None):
+    """max(x + y, 0) of the sum rounded to the type of x, as the operation rounds it."""
+    s = rounded_sum(x, y)
+    return np.where(np.isnan(s), np.nan, np.where(s > 0, s, 0.0))
+
+
+def rounded_sum(x, y=None):
+    if y is None:
+        return f64(x)
+    with np.errstate(all="ignore"):
+        return f64((f64(x) + f64(y)).astype(np.asarray(x).dtype))
+
+
+def relu_mask(x, y=None):
+    return np.packbits(rounded_sum(x, y) > 0, axis=-1, bitorder="little")
+
+
+def relu_jvp(x, x_dot, y=None, y_dot=None):
+    """The tangent where x + y > 0, else 0; selected, so that an infinite one elsewhere gives 0."""
+    t = f64(x_dot) if y_dot is None else f64(x_dot) + f64(y_dot)
+    return np.where(rounded_sum(x, y) > 0, t, 0.0)
+
+
+def relu_vjp(x, ct, y=None):
+    return np.where(rounded_sum(x, y) > 0, f64(ct), 0.0)
+
+
+# ---- sizes: what an error of a derivative is relative to ----
+
+
+def softmax_vjp_size(x, ct, axis=-1, where=None, scale=None, bias=None, log=False):
+    """Size of the terms that a cotangent of x is the sum of.
+
+    They cancel (a row's gradient sums to 0): no arithmetic keeps more digits than the largest has.
+    """
+    p = softmax(x, axis, where, scale, bias)
+    t = np.abs(f64(ct))
+    if where is not None:
+        t = np.where(where, t, 0.0)
+    axes = _axes(axis, p.ndim)
+    with np.errstate(all="ignore"):
+        if log:
+            size = t + p * np.sum(t, axes, keepdims=True)
+        else:
+            size = p * (t + np.sum(p * t, axes, keepdims=True))
+        size = size if scale is None else size * np.abs(f64(scale))
+    return np.where(np.isfinite(size), size, 0.0)
+
+
+# ---- closeness ----
+
+
+def relative_error(actual, expected, dtype: str, size=None) -> float:
+    """Largest error of an element, relative to `size`.
+
+    By default that is the element's own size, or the mean of all of them where it is smaller.
+    """
+    expected = np.asarray(expected, np.float64)
+    finite = np.isfinite(expected)
+    if not finite.any():
+        return 0.0
+    with np.errstate(all="ignore"):
+        if size is None:
+            size = np.where(finite, np.abs(expected), 0.0)
+            size = np.maximum(size, np.mean(size))
+        error = np.abs(np.where(finite, f64(actual), 0.0) - np.where(finite, expected, 0.0))
+        error = error / np.maximum(size, TINY[dtype])
+    return float(np.max(np.where(np.isnan(error), np.inf, error)))
+
+
+def assert_same_pattern(actual, expected) -> None:
+    """NaN and the infinities lie at the same places."""
+    actual, expected = f64(actual), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(test(actual) != test(expected))
+        assert not len(wrong), f"{name} differs at {len(wrong)} places, first at {wrong[0]}"
+
+
+def assert_close(actual, expected, dtype: str, xla=None, floor: float = 4.0, size=None) -> None:
+    """`actual` equals the oracle `expected`, up to twice XLA's error in the same dtype and a floor.
+
+    Args:
+      actual: result of the operation; its dtype must be `dtype`.
+      expected: the same from this module, in float64.
+      dtype: one of DTYPES.
+      xla: the same computed by XLA in `dtype`.
+      floor: error that is always allowed, in rounding units of `dtype` (rounding once costs 1).
+      size: see `relative_error`.
+    """
+    actual = np.asarray(actual)
+    assert actual.dtype.name == dtype, f"dtype {actual.dtype.name}, expected {dtype}"
+    with np.errstate(all="ignore"):
+        expected = np.asarray(expected, np.float64)
+        expected = np.where(np.abs(expected) > LARGEST[dtype], np.sign(expected) * np.inf, expected)
+    assert_same_pattern(actual, expected)
+    error = relative_error(actual, expected, dtype, size)
+    allowed = floor * UNIT[dtype]
+    if xla is not None:
+        xla_error = relative_error(xla, expected, dtype, size)
+        allowed += 2 * xla_error if np.isfinite(xla_error) else 0.0
+    assert error <= allowed, (
+        f"error {error / UNIT[dtype]:.1f} units of {dtype}, allowed {allowed / UNIT[dtype]:.1f}"
+    )

@@ -1,0 +1,38 @@
+"""One of two processes (arguments: rank, port): forward and gradient on a mesh over both."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxnorm
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+full = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+errors = {}
+for op in ("softmax", "log_softmax", "relu", "add_relu"):
+    function = getattr(jaxnorm, op)
+
+    def f(x, function=function, op=op):
+        return function(x, x * 0.5) if op == "add_relu" else function(x)
+
+    def forward_and_gradient(x, f=f):
+        return f(x), jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+
+    alone = jax.jit(forward_and_gradient)(jax.device_put(full, jax.local_devices()[0]))
+    errors[op] = 0.0
+    for spec in (P("d", None), P(("d", "m"), None), P("d", "m"), P(None, ("d", "m"))):
+        x = jax.make_array_from_callback(full.shape, NamedSharding(mesh, spec), lambda i: full[i])
+        for got, want in zip(jax.jit(forward_and_gradient)(x), alone, strict=True):
+            for shard in got.addressable_shards:
+                error = np.abs(np.asarray(shard.data) - np.asarray(want)[shard.index]).max()
+                errors[op] = max(errors[op], float(error))
+print(
+    json.dumps({"processes": jax.process_count(), "devices": jax.device_count(), "errors": errors})
+)

@@ -1,0 +1,432 @@
+"""One function per JAX transformation, applied to every operation.
+
+A transformation takes a function of arrays and its arguments, and returns a pytree of results. The
+tests run it twice, on jaxnorm's function in the dtype under test and on `jax.nn`'s formula in
+float64, and compare.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+import jaxnorm
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# ---- operations ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An operation with its arguments, as a function of those arguments that are differentiable.
+
+    Attributes:
+      function: jaxnorm's, of arrays.
+      reference: the same in jax.nn and jax.numpy.
+      shapes: of the arguments; the first is the shape of the result.
+      forward, backward: names of the primitives that the gradient must consist of.
+      residuals: (shape, dtype) of all that the derivative keeps; dtype "=" is the input's.
+      checkpoint_name: under which a checkpoint policy finds the residual.
+      dtypes: under test. Variants of one operation are not repeated for every dtype.
+    """
+
+    name: str
+    function: Callable
+    reference: Callable
+    shapes: tuple[tuple[int, ...], ...]
+    forward: str
+    backward: str
+    residuals: tuple
+    checkpoint_name: str
+    dtypes: tuple[str, ...] = DTYPES
+
+    def arguments(self, dtype: str, seed: int = 0):
+        """Values that every dtype represents, so that one float64 reference serves all of them.
+
+        No sum of two arguments is 0: relu has no derivative there.
+        """
+        rng = np.random.default_rng(seed)
+        arrays = []
+        for i, shape in enumerate(self.shapes):
+            values = rng.integers(-24, 24, shape) / (8, 16, 16)[i] + (1 / 32 if i == 0 else 0.0)
+            arrays.append(jnp.asarray(values, dtype))
+        return tuple(arrays)
+
+
+def _mask(shape):
+    """Every row keeps elements, one of them only one; broadcast along the first axis."""
+    where = np.random.default_rng(7).random(shape) < 0.7
+    where[..., 0] = True
+    where[:, 0, 1:] = False
+    return jnp.asarray(where)
+
+
+_SHAPE = (2, 3, 9)
+_WHERE = _mask((1, 3, 9))
+
+
+def _softmax_op(log, variant, dtypes):
+    name = "log_softmax" if log else "softmax"
+    function, formula = getattr(jaxnorm, name), getattr(jax.nn, name)
+    shapes, residuals = (_SHAPE,), ((_SHAPE, "="),)
+    if variant == "":
+        f, g = function, formula
+    elif variant == "axis0":
+        f, g = functools.partial(function, axis=0), functools.partial(formula, axis=0)
+    elif variant == "axes":
+        f, g = functools.partial(function, axis=(0, 2)), functools.partial(formula, axis=(0, 2))
+        residuals = (((3, 18), "="),)  # axes that are not neighbours are moved together
+    else:
+        shapes = (_SHAPE, (3, 1), (2, 1, 9))
+        residuals = None
+
+        def f(x, scale, bias):
+            y = function(x, where=_WHERE, scale=scale, bias=bias)
+            return jnp.where(_WHERE, y, 0) if log else y
+
+        def g(x, scale, bias):
+            y = formula(scale * x + bias, where=_WHERE)
+            return jnp.where(_WHERE, y, 0) if log else y
+
+    return Op(
+        name + variant,
+        f,
+        g,
+        shapes,
+        "jaxnorm_softmax_fwd",
+        "jaxnorm_softmax_bwd",
+        residuals,
+        f"jaxnorm_{name}",
+        dtypes,
+    )
+
+
+OPS = {
+    op.name: op
+    for op in (
+        _softmax_op(False, "", DTYPES),
+        _softmax_op(False, "axis0", ("float32",)),
+        _softmax_op(False, "axes", ("float32",)),
+        _softmax_op(False, "masked", ("bfloat16", "float32")),
+        _softmax_op(True, "", DTYPES),
+        _softmax_op(True, "masked", ("float32",)),
+        Op(
+            "relu",
+            jaxnorm.relu,
+            lambda x: jnp.where(x > 0, x, 0),
+            (_SHAPE,),
+            "jaxnorm_relu_fwd",
+            "jaxnorm_relu_bwd",
+            (((2, 3, 2), "uint8"),),
+            "jaxnorm_relu_mask",
+        ),
+        Op(
+            "add_relu",
+            jaxnorm.add_relu,
+            lambda x, y: jnp.where(x + y > 0, x + y, 0),
+            (_SHAPE, _SHAPE),
+            "jaxnorm_relu_fwd",
+            "jaxnorm_relu_bwd",
+            (((2, 3, 2), "uint8"),),
+            "jaxnorm_relu_mask",
+        ),
+    )
+}
+
+# ---- transformations ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformation:
+    name: str
+    function: Callable  # (f, args, weights) -> pytree
+    order: int  # of the derivatives in it; errors grow with it
+
+
+TRANSFORMATIONS: dict[str, Transformation] = {}
+
+
+def transformation(order):
+    def register(function):
+        TRANSFORMATIONS[function.__name__] = Transformation(function.__name__, function, order)
+        return function
+
+    return register
+
+
+def weights(shape, dtype, seed=1):
+    """Numbers that every dtype represents, without a 0."""
+    values = np.random.default_rng(seed).integers(1, 8, shape) / 4
+    return jnp.asarray(values * np.random.default_rng(seed + 1).choice([-1, 1], shape), dtype)
+
+
+def like(args, seed=11):
+    return tuple(weights(a.shape, a.dtype, seed + 2 * i) for i, a in enumerate(args))
+
+
+def stack(args, n=2, axis=0):
+    """Stacks n versions of each argument along a new axis; none moves a relu across 0."""
+    return [jnp.stack([a * np.asarray(2.0**-i, a.dtype) for i in range(n)], axis) for a in args]
+
+
+def loss(f, w):
+    """A scalar whose second derivative does not vanish where that of f does."""
+    return lambda *args: jnp.sum(w * f(*args) ** 2)
+
+
+def _all(args):
+    return tuple(range(len(args)))
+
+
+@transformation(0)
+def eager(f, args, w):
+    return f(*args)
+
+
+@transformation(0)
+def jit(f, args, w):
+    return jax.jit(lambda *args: f(*args))(*args)
+
+
+@transformation(1)
+def grad(f, args, w):
+    return jax.grad(loss(f, w), _all(args))(*args)
+
+
+@transformation(1)
+def grad_each(f, args, w):
+    """One argument at a time: the others are constants."""
+    return [jax.value_and_grad(loss(f, w), i)(*args) for i in range(len(args))]
+
+
+@transformation(1)
+def jvp(f, args, w):
+    return jax.jvp(f, args, like(args))
+
+
+@transformation(1)
+def jvp_each(f, args, w):
+    def along(i):
+        return jax.jvp(lambda a: f(*args[:i], a, *args[i + 1 :]), (args[i],), (like(args)[i],))
+
+    return [along(i) for i in range(len(args))]
+
+
+@transformation(1)
+def vjp(f, args, w):
+    y, pullback = jax.vjp(f, *args)
+    return y, pullback(w)
+
+
+@transformation(1)
+def jacfwd(f, args, w):
+    return jax.jacfwd(f, _all(args))(*args)
+
+
+@transformation(1)
+def jacrev(f, args, w):
+    return jax.jacrev(f, _all(args))(*args)
+
+
+@transformation(2)
+def hessian(f, args, w):
+    return jax.hessian(loss(f, w), _all(args))(*args)
+
+
+@transformation(2)
+def grad_of_grad(f, args, w):
+    def inner(*args):
+        return sum(
+            jnp.sum(t * g)
+            for t, g in zip(like(args), jax.grad(loss(f, w), _all(args))(*args), strict=True)
+        )
+
+    return jax.grad(inner, _all(args))(*args)
+
+
+@transformation(2)
+def jvp_of_grad(f, args, w):
+    return jax.jvp(jax.grad(loss(f, w), _all(args)), args, like(args))[1]
+
+
+@transformation(2)
+def grad_of_jvp(f, args, w):
+    return jax.grad(lambda *args: jax.jvp(loss(f, w), args, like(args))[1], _all(args))(*args)
+
+
+@transformation(3)
+def grad_of_grad_of_grad(f, args, w):
+    first = jax.grad(loss(f, w))
+    second = jax.grad(lambda *args: jnp.sum(like(args)[0] * first(*args)))
+    return jax.grad(lambda *args: jnp.sum(like(args, 31)[0] * second(*args)))(*args)
+
+
+@transformation(1)
+def linearize(f, args, w):
+    y, push = jax.linearize(f, *args)
+    return y, push(*like(args))
+
+
+@transformation(1)
+def linear_transpose(f, args, w):
+    """Of the part that is linear: the derivative."""
+    _, push = jax.linearize(f, *args)
+    return jax.linear_transpose(push, *args)(w)
+
+
+@transformation(1)
+def linear_transpose_twice(f, args, w):
+    """Transposing a transposed derivative gives the derivative."""
+    _, push = jax.linearize(f, *args)
+    transposed = jax.linear_transpose(push, *args)
+    return jax.linear_transpose(transposed, w)(like(args))
+
+
+@transformation(0)
+def vmap(f, args, w):
+    last = min(a.ndim for a in args)
+    return [jax.vmap(f, axis)(*stack(args, axis=axis)) for axis in (0, 1, last)]
+
+
+@transformation(0)
+def vmap_mixed_axes(f, args, w):
+    axes = [(-1, 0, 1)[i] for i in range(len(args))]
+    stacked = [stack((a,), axis=axis)[0] for a, axis in zip(args, axes, strict=True)]
+    return jax.vmap(f, axes, out_axes=2)(*stacked)
+
+
+@transformation(0)
+def vmap_nested(f, args, w):
+    return jax.vmap(jax.vmap(f, 0), -1, 1)(*stack(stack(args), 3, -1))
+
+
+@transformation(1)
+def vmap_some(f, args, w):
+    """Each argument alone is mapped; through the gradient too."""
+    results = []
+    for i in range(len(args)):
+        axes = [0 if j == i else None for j in range(len(args))]
+        mapped = [stack([a])[0] if j == i else a for j, a in enumerate(args)]
+        results.append(jax.vmap(f, axes)(*mapped))
+        results.append(jax.vmap(jax.grad(loss(f, w), _all(args)), axes)(*mapped))
+    return results
+
+
+@transformation(1)
+def vmap_of_grad(f, args, w):
+    return jax.vmap(jax.grad(loss(f, w), _all(args)), 1)(*stack(args, axis=1))
+
+
+@transformation(1)
+def grad_of_vmap(f, args, w):
+    stacked = stack(args)
+
+    def total(*stacked):
+        return jnp.sum(w * jax.vmap(f)(*stacked) ** 2)
+
+    return jax.grad(total, _all(args))(*stacked)
+
+
+@transformation(1)
+def vmap_of_jvp(f, args, w):
+    return jax.vmap(lambda *args: jax.jvp(f, args, like(args)))(*stack(args))
+
+
+@transformation(1)
+def vmap_of_tangents(f, args, w):
+    """Only the tangents, or only the cotangents, are mapped."""
+    tangents = stack(like(args))
+    push = jax.vmap(lambda *t: jax.jvp(f, args, t)[1])(*tangents)
+    return push, jax.vmap(jax.vjp(f, *args)[1])(stack([w])[0])
+
+
+@transformation(2)
+def vmap_of_hessian(f, args, w):
+    return jax.vmap(jax.hessian(loss(f, w)))(*stack(args))
+
+
+def _scan(f, args, w):
+    def body(carry, x):
+        y = f(carry, *args[1:]) + x
+        return y, jnp.sum(y)
+
+    return jax.lax.scan(body, args[0], jnp.stack([w, w / np.asarray(4, w.dtype)]))
+
+
+@transformation(0)
+def scan(f, args, w):
+    return _scan(f, args, w)
+
+
+@transformation(1)
+def grad_of_scan(f, args, w):
+    return jax.grad(lambda *args: jnp.sum(w * _scan(f, args, w)[0]), _all(args))(*args)
+
+
+@transformation(1)
+def remat(f, args, w):
+    return jax.grad(jax.checkpoint(loss(f, w)), _all(args))(*args)
+
+
+@transformation(2)
+def remat_second_order(f, args, w):
+    first = jax.grad(jax.checkpoint(loss(f, w)))
+    return jax.grad(lambda *args: jnp.sum(like(args)[0] * first(*args)))(*args)
+
+
+@transformation(1)
+def cond(f, args, w):
+    def chosen(*args):
+        return jnp.sum(w * jax.lax.cond(jnp.sum(args[0]) > 1e4, lambda *a: a[0], f, *args))
+
+    return jax.grad(chosen, _all(args))(*args)
+
+
+@functools.cache
+def _reference(op: str, name: str):
+    args = OPS[op].arguments("float64")
+    w = weights(OPS[op].shapes[0], "float64")
+    return jax.tree.map(np.asarray, _run(OPS[op].reference, name, args, w))
+
+
+def _run(f, name, args, w):
+    function = TRANSFORMATIONS[name].function
+    if name == "eager":
+        return function(f, args, w)
+    return jax.jit(lambda args, w: function(f, args, w))(args, w)
+
+
+def results(op: str, name: str, dtype: str):
+    """(flat list of jaxnorm's results in dtype, flat list of the reference's in float64)."""
+    args, w = OPS[op].arguments(dtype), weights(OPS[op].shapes[0], dtype)
+    actual = _run(OPS[op].function, name, args, w)
+    expected = _reference(op, name)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    return jax.tree.leaves(actual), jax.tree.leaves(expected)
+
+
+# ---- what a program consists of ----
+
+
+def count_primitives(jaxpr, counts=None) -> dict[str, int]:
+    """Primitives of a jaxpr and of all jaxprs inside it, by name."""
+    counts = {} if counts is None else counts
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        counts[eqn.primitive.name] = counts.get(eqn.primitive.name, 0) + 1
+        for parameter in jax.tree.leaves(
+            list(eqn.params.values()),
+            is_leaf=lambda p: isinstance(p, (jex_core.Jaxpr, jex_core.ClosedJaxpr)),
+        ):
+            if isinstance(parameter, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+                count_primitives(parameter, counts)
+    return counts
+
+
+def jaxnorm_primitives(function, *args) -> dict[str, int]:
+    counts = count_primitives(jax.make_jaxpr(function)(*args))
+    return {name: n for name, n in counts.items() if name.startswith("jaxnorm_")}

@@ -1,0 +1,438 @@
+"""bench/: cases, byte counts, clock, files. No test looks at how long something took."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import __main__ as bench_main
+from bench import cases, compare, peers, roofline, timing
+from bench.cases import Case
+from jaxnorm import _timing
+
+# ---- cases ----
+
+
+@pytest.mark.parametrize("op", cases.OPS)
+def test_case_labels_are_unique(op):
+    for tag in ("ci", "full"):
+        labels = [c.label for c in cases.select(op, tag)]
+        assert labels
+        assert len(labels) == len(set(labels))
+
+
+@pytest.mark.parametrize("case", cases.ALL, ids=lambda c: f"{c.op} {c.label}")
+def test_case_is_sane(case):
+    assert case.op in cases.OPS
+    assert case.dtype in cases.ITEMSIZE
+    assert case.tags <= set(cases.TAGS)
+    assert set(case.directions) <= set(cases.DIRECTIONS)
+    for shape in (case.where_shape, case.bias_shape):
+        if shape is not None:
+            assert np.broadcast_shapes(shape, case.array_shape) == case.array_shape
+    assert all(case.min_bytes(d) > 0 for d in case.directions)
+    if "ci" in case.tags:
+        assert "gpu" not in case.tags
+        assert case.nbytes <= 8e6  # a few milliseconds a call on two cores
+    else:
+        assert {"full", "gpu"} <= case.tags
+        assert case.nbytes <= 4e9
+
+
+def test_h200_table_is_covered():
+    shapes = {c.shape for c in cases.select("softmax", "full")}
+    rows = {(49152, c) for c in (32, 64, 128, 256, 512, 1023, 1024, 2048, 4095, 4096, 8192)}
+    assert rows <= shapes
+    assert {(8192, 50257), (8192, 128256), (64, 131072), (8, 1048576)} <= shapes
+    assert {c.shape for c in cases.select("log_softmax", "full") if c.axis == 1} == {
+        (64, 1024, 1024),
+        (256, 64, 56, 56),
+    }
+
+
+def test_select():
+    halves = cases.select("relu", "ci", "bfloat16")
+    assert {c.dtype for c in halves} == {"bfloat16"}
+    # Cases that differed only in their dtype are one case now.
+    assert len(halves) == len({c.shape for c in halves})
+    assert {c.op for c in cases.select("all")} == set(cases.OPS)
+    with pytest.raises(ValueError, match="op must be all or one of softmax"):
+        cases.select("norm")
+    with pytest.raises(ValueError, match="tag must be one of"):
+        cases.select("relu", "huge")
+
+
+@pytest.mark.parametrize(
+    ("case", "direction", "expected"),
+    [
+        # 6 floats in, 6 out.
+        (Case("softmax", (2, 3)), "forward", 48),
+        (Case("softmax", (2, 3)), "backward", 72),
+        (Case("softmax", (2, 3), dtype="float16"), "together", 48),
+        # 24 floats twice, 6 bytes of mask, 12 floats of bias; backward needs neither.
+        (
+            Case("softmax", (2, 3, 4), where_shape=(2, 3, 1), bias_shape=(3, 4)),
+            "forward",
+            192 + 6 + 48,
+        ),
+        (Case("softmax", (2, 3, 4), where_shape=(2, 3, 1)), "backward", 288),
+        # 5 rows of 9 columns: two bytes of mask a row.
+        (Case("relu", (5, 9)), "forward", 360),
+        (Case("relu", (5, 9)), "forward_train", 370),
+        (Case("relu", (5, 9)), "backward", 370),
+        (Case("add_relu", (5, 9), dtype="bfloat16"), "forward", 270),
+        (Case("add_relu", (5, 9), dtype="bfloat16"), "forward_train", 280),
+        (Case("add_relu", (5, 9), dtype="bfloat16"), "backward", 190),
+        # Scores 1 x 2 x 3 x 3 = 18 floats, five passes and a mask of 3 bytes.
+        (
+            Case("program", (1, 2, 3, 4), program="attention", where_shape=(1, 1, 1, 3)),
+            "grad",
+            360 + 3,
+        ),
+        (
+            Case("program", (1, 2, 3, 3), program="scores", where_shape=(1, 1, 1, 3)),
+            "grad",
+            288 + 3,
+        ),
+        # Hidden 4 x 8 floats: two passes and a mask of 4 bytes, each way.
+        (Case("program", (4, 2, 8), program="mlp"), "grad", 2 * (256 + 4)),
+    ],
+)
+def test_min_bytes(case, direction, expected):
+    assert case.min_bytes(direction) == expected
+
+
+def test_min_bytes_of_an_unknown_direction():
+    with pytest.raises(ValueError, match="direction must be one of forward"):
+        Case("relu", (2, 2)).min_bytes("sideways")
+
+
+# ---- the clock ----
+
+
+def test_split_events():
+    two = [("a", 1.0), ("gemm_b", 2.0)]
+    assert _timing.split_events(two * 3, calls=3) == ([3.0, 3.0, 3.0], 2, 2.0)
+    # Kernels that cannot be shared out: one mean.
+    assert _timing.split_events([*two, ("a", 3.0)], calls=2) == ([3.0], None, 1.0)
+    assert _timing.split_events([("a", 1.0), ("b", 2.0)], calls=2) == ([1.5], None, 0.0)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        _timing.split_events([], calls=2)
+
+
+def test_timing_statistics():
+    timed = _timing.Timing(tuple(float(v) for v in range(1, 102)), "wall")
+    assert timed.median == 51
+    assert timed.quantile(0.1) == pytest.approx(11)
+    # Ranks 41 and 61 or 62 of 101 bound the median with 95% confidence.
+    assert timed.spread == pytest.approx((61 - 41) / 2 / 51, abs=0.02)
+    assert _timing.Timing((2.0,), "wall").spread == 0
+
+
+def test_measure_rotates_and_survives_a_failure():
+    seen = []
+
+    def run(i):
+        seen.append(i)
+        return jnp.zeros(())
+
+    def fail(_):
+        raise OSError("no luck")
+
+    workloads = {"bad": _timing.Workload(fail), "good": _timing.Workload(run, sets=3)}
+    found = _timing.measure(workloads, budget=0.001)
+    assert list(found) == ["bad", "good"]
+    assert isinstance(found["bad"], OSError)
+    assert len(found["good"].seconds) >= 5
+    assert found["good"].clock == "wall"
+    assert seen == [i % 3 for i in range(len(seen))]
+
+
+class FakeCupti:
+    """Stands in for jaxlib's CUPTI bindings: every call of `launch` counts as two kernels."""
+
+    def __init__(self):
+        self.events = None
+
+    def launch(self, _):
+        if self.events is not None:
+            self.events += [("first", 0.5), ("nvjet_gemm", 0.25)]
+        return jnp.zeros(())
+
+    def _cupti_init(self):
+        assert self.events is None
+        self.events = []
+
+    def _cupti_get_timings(self, finalize):
+        assert finalize is True
+        events, self.events = self.events, None
+        return events
+
+
+def test_measure_with_cupti(monkeypatch):
+    fake = FakeCupti()
+    monkeypatch.setattr(_timing, "_cupti_extension", lambda: fake)
+    monkeypatch.setattr(_timing, "find_clock", lambda wanted: ("cupti", ""))
+    found = _timing.measure({"x": _timing.Workload(fake.launch, sets=2)}, calls=6, rounds=3)["x"]
+    assert found.clock == "cupti"
+    assert found.kernels == 2
+    assert found.seconds == pytest.approx((0.75e-3,) * 6)
+    assert found.matmul_seconds == pytest.approx(0.25e-3)
+
+
+def test_stream_events():
+    def event(name, start, duration):
+        return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration)
+
+    def line(name, *events):
+        return types.SimpleNamespace(name=name, events=events)
+
+    def plane(name, *lines):
+        return types.SimpleNamespace(name=name, lines=lines)
+
+    gpu = plane(
+        "/device:GPU:0",
+        line("Stream #14(Compute)", event("late", 5, 2000), event("early", 1, 1000)),
+        line("XLA Ops", event("fusion", 1, 3000)),
+    )
+    host = plane("/host:CPU", line("python", event("call", 0, 9000)))
+    profile = types.SimpleNamespace(planes=[host, gpu])
+    names, seconds = zip(*_timing.stream_events(profile), strict=True)
+    assert names == ("early", "late")
+    assert seconds == pytest.approx((1e-6, 2e-6))
+
+
+def test_rotation(monkeypatch):
+    monkeypatch.setattr(_timing, "l2_bytes", lambda: 0)
+    assert _timing.rotation(100) == (1, False)
+    monkeypatch.setattr(_timing, "l2_bytes", lambda: 1000)
+    assert _timing.rotation(100_000) == (1, True)
+    assert _timing.rotation(100) == (25, True)
+    assert _timing.rotation(1) == (_timing.MAX_SETS, False)
+
+
+@pytest.mark.gpu
+def test_gpu_has_a_kernel_clock():
+    name, reasons = _timing.find_clock()
+    assert name in ("cupti", "trace"), reasons
+    assert _timing.l2_bytes() > 0
+    assert _timing.copy_rate().bytes_per_second > 0
+
+
+# ---- implementations ----
+
+
+@pytest.mark.parametrize("implementation", ["jaxnorm", "xla"])
+def test_split_vjp(implementation):
+    softmax = peers.jax_operation(implementation, "softmax")
+    x = jax.random.normal(jax.random.key(0), (3, 5), jnp.float32)
+    dy = jax.random.normal(jax.random.key(1), (3, 5), jnp.float32)
+    where = jnp.arange(5) < 3
+    function = lambda x, where: softmax(x, where=where)  # noqa: E731
+    forward, backward = _timing.split_vjp(function, [x], [where])
+    y, residuals = forward((x,), (where,))
+    np.testing.assert_allclose(y, function(x, where), rtol=1e-6)
+    expected = jax.grad(lambda x: (function(x, where) * dy).sum())(x)
+    np.testing.assert_allclose(backward(residuals, dy), expected, rtol=1e-5, atol=1e-7)
+    assert timing.residual_bytes(residuals) > 0
+
+
+SMALL = [
+    Case("softmax", (4, 6), axis=0),
+    Case("softmax", (2, 2, 3, 5), where_shape=(2, 1, 1, 5), bias_shape=(1, 2, 3, 5), scale=0.5),
+    Case("log_softmax", (4, 6), dtype="float16"),
+    Case("relu", (4, 6)),
+    Case("add_relu", (4, 6), dtype="bfloat16"),
+    Case("program", (2, 2, 5, 4), program="attention", where_shape=(2, 1, 1, 5), scale=0.5),
+    Case("program", (2, 2, 5, 5), program="scores", where_shape=(2, 1, 1, 5), scale=0.5),
+    Case("program", (6, 4, 8), program="mlp"),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.op} {c.label}")
+def test_implementations_compute_the_same(case):
+    directions = case.directions if case.program else (*case.directions, "together")
+    tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[case.dtype]
+    for direction in directions:
+        data = timing.make_data(case, direction, sets=2)
+        assert data.sets == 2
+        results = []
+        for name in ("jaxnorm", "xla"):
+            workload = peers.prepare(name, case, direction, data).workload
+            result = workload.wait(workload.run(1))
+            # Residuals are each implementation's own.
+            results.append(result[0] if direction == "forward_train" else result)
+        ours, theirs = map(jax.tree.leaves, results)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.shape == b.shape
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_fits_together():
+    case = Case("softmax", (49152, 32768), dtype="float16")  # 3.2 GB
+    assert timing.fits_together(case, sets=1, implementations=2)
+    assert not timing.fits_together(dataclasses.replace(case, dtype="float32"), 1, 2)
+
+
+def test_unsupported_cases_say_so():
+    with pytest.raises(peers.Unsupported, match="last axis"):
+        peers.prepare("quack", Case("softmax", (4, 4), axis=0), "forward", None)
+    with pytest.raises(peers.Unsupported, match="x alone"):
+        peers.prepare("liger", Case("relu", (4, 4)), "forward", None)
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        peers.prepare("numpy", Case("relu", (4, 4)), "forward", None)
+
+
+# ---- the command ----
+
+
+def test_main_writes_json_and_plot(tmp_path, capsys):
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["relu", "--filter", "65536x17", "--peers", "xla,liger", "--budget", "0.02"]
+    arguments += ["--directions", "forward,backward", "--json", str(out), "--plot", str(picture)]
+    assert bench_main.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "65536x17" in printed
+    assert "vs xla" in printed
+    assert "liger has softmax of x alone (2 of 2 rows)" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    run = json.loads(out.read_text())
+    header = run["header"]
+    assert header["schema"] == timing.SCHEMA
+    assert header["copy"]["bytes_per_second"] > 0
+    assert header["versions"]["jax"] == jax.__version__
+    assert {"date", "device", "platform", "commit", "clock"} <= header.keys()
+    assert len(run["records"]) == 2 * 3
+    for record in run["records"]:
+        assert record["op"] == "relu"
+        assert record["shape"] == [65536, 17]
+        if record["implementation"] == "liger":
+            assert record["error"].startswith("skipped")
+            continue
+        assert record["error"] is None
+        assert 0 < record["p10"] <= record["seconds"] <= record["p90"]
+        assert record["bytes_per_second"] == pytest.approx(record["min_bytes"] / record["seconds"])
+        assert record["copy_fraction"] > 0
+        assert record["calls"] >= 5
+    ours = [r for r in run["records"] if r["implementation"] == "jaxnorm"]
+    assert [r["ratio"] for r in ours] == [1.0, 1.0]
+    # One bit an element.
+    assert ours[1]["residual_bytes"] == 65536 * 3
+
+
+def test_main_reports_a_failure_of_jaxnorm(monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("kernel on strike")
+
+    monkeypatch.setattr(peers, "prepare", fail)
+    arguments = ["relu", "--filter", "65536x17", "--directions", "forward", "--budget", "0.01"]
+    assert bench_main.main(arguments) == 1
+    assert "kernel on strike (1 of 1 rows)" in capsys.readouterr().out
+
+
+def test_main_lists_cases(capsys):
+    assert bench_main.main(["all", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(cases.select("all", "ci"))
+    assert bench_main.main(["relu", "--filter", "nowhere"]) == 2
+
+
+def test_main_refuses_unknown_names(capsys):
+    for arguments in (["relu", "--peers", "numpy"], ["relu", "--directions", "up"], ["norm"]):
+        with pytest.raises(SystemExit) as stop:
+            bench_main.main(arguments)
+        assert stop.value.code == 2
+    assert "--peers must name some of" in capsys.readouterr().err
+
+
+# ---- files ----
+
+
+def test_write_json_keeps_the_old_file_when_it_fails(tmp_path):
+    path = tmp_path / "file.json"
+    timing.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        timing.write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_read_json_refuses_other_files(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no result file of schema 1"):
+        timing.read_json(path)
+
+
+def _run(**seconds):
+    """A result file with one record per keyword: its seconds, or None for an error."""
+    records = []
+    for position, (case, value) in enumerate(seconds.items()):
+        record = {
+            "op": "softmax",
+            "case": case,
+            "direction": "forward",
+            "implementation": "jaxnorm",
+            "shape": [4, 2**position],
+            "columns": 2**position,
+            "axis": -1,
+            "dtype": "float32",
+            "where_shape": None,
+            "bias_shape": None,
+            "program": "",
+            "min_bytes": 1000 * 2**position,
+            "copy_bytes_per_second": 4e12,
+            "error": "out of luck" if value is None else None,
+        }
+        if value is not None:
+            record |= {"seconds": value, "spread": 0.03, "bytes_per_second": 1e12}
+        records.append(record)
+    header = {
+        "schema": timing.SCHEMA,
+        "device": "a device",
+        "date": "2026-01-01",
+        "commit": None,
+        "copy": {"bytes_per_second": 4e12},
+        "versions": {"jax": "0"},
+    }
+    return {"header": header, "records": records}
+
+
+def test_compare(tmp_path, capsys):
+    old = _run(faster=2e-3, slower=1e-3, same=1e-3, broken=1e-3, gone=1e-3)
+    new = _run(faster=1e-3, slower=2e-3, same=1.02e-3, broken=None, added=1e-3)
+    rows = {row["key"][1]: row for row in compare.compare(old, new)}
+    assert {case: row["verdict"] for case, row in rows.items()} == {
+        "faster": "faster",
+        "slower": "slower",
+        "same": "same",
+        "broken": "error",
+    }
+    assert rows["faster"]["ratio"] == pytest.approx(2)
+    assert rows["faster"]["spread"] == pytest.approx(0.03 * 2**0.5)
+    assert [key[1] for key in compare.only_in(old, new)] == ["gone"]
+
+    paths = [str(tmp_path / name) for name in ("old.json", "new.json")]
+    for path, run in zip(paths, (old, new), strict=True):
+        timing.write_json(path, run)
+    assert compare.main(paths) == 0
+    printed = capsys.readouterr().out
+    assert "1 faster, 1 slower, 1 same, 1 error" in printed
+    assert "1 only in the old file" in printed
+    assert compare.main([*paths, "--max-slowdown", "1.5"]) == 1
+    assert compare.main([*paths, "--max-slowdown", "2.5", "--changed"]) == 0
+
+
+@pytest.mark.parametrize("x", ["columns", "bytes"])
+def test_roofline(tmp_path, x):
+    source, picture = tmp_path / "run.json", tmp_path / "plot.png"
+    timing.write_json(source, _run(a=1e-3, b=2e-3, c=None))
+    assert roofline.main([str(source), "-o", str(picture), "--x", x]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no rate to draw"):
+        roofline.plot(_run(c=None), str(picture))

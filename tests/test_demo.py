@@ -1,0 +1,162 @@
+"""What a user runs first: `python -m jaxnorm` and examples/digits.py, as processes."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxnorm import __main__ as report
+from jaxnorm import _report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def run(*arguments, cwd):
+    """Runs Python without what conftest.py sets for the tests' own process."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "COLUMNS")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+# ---- python -m jaxnorm ----
+
+
+def test_report_in_short(tmp_path):
+    done = run(
+        *("-m", "jaxnorm", "--op", "softmax", "--shape", "64x33", "--dtype", "f32"),
+        *("--json", "out.json", "--plot", "out.png"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    pattern = r"OK: 2 of 2 checks passed; \d+\.\d\dx XLA \(geometric mean of 2 timings on \w+\).*"
+    assert re.fullmatch(pattern, last)
+    assert "64x33" in done.stdout
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["ok"] is True
+    assert written["verdict"] == last
+    assert [(c["op"], c["direction"]) for c in written["checks"]] == [
+        ("softmax", "forward"),
+        ("softmax", "gradient"),
+    ]
+    assert all(c["of_tolerance"] <= 1 for c in written["checks"])
+    assert [t["direction"] for t in written["timings"]] == ["forward", "gradient"]
+
+
+def test_report_as_json_on_stdout(tmp_path):
+    arguments = ("-m", "jaxnorm", "--op", "relu", "--shape", "8,3,17", "--json", "-")
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(done.stdout)
+    assert len(written["checks"]) == 2 * 4
+    assert "OK: 8 of 8 checks passed" in done.stderr
+
+
+def test_report_fails_with_a_wrong_operation(tmp_path):
+    program = (
+        "import sys, jaxnorm\n"
+        "jaxnorm.relu = lambda x, **_: x\n"
+        "from jaxnorm.__main__ import main\n"
+        "sys.exit(main(['--op', 'relu', '--shape', '16x16', '--dtype', 'float32']))\n"
+    )
+    done = run("-c", program, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith(
+        "FAILED: 2 of 2 checks failed (relu forward float32, relu gradient float32)"
+    )
+
+
+def test_report_names_the_missing_extra(tmp_path):
+    program = (
+        "import sys\nsys.modules['rich'] = None\nfrom jaxnorm.__main__ import main\nmain([])\n"
+    )
+    done = run("-c", program, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "rich is not installed. Install it with: pip install 'jaxnorm[bench]'"
+    )
+
+
+@pytest.mark.parametrize("arguments", [("--shape", "4xx"), ("--shape", "0"), ("--dtype", "int8")])
+def test_report_refuses_bad_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        report.main(list(arguments))
+    assert stop.value.code == 2
+    assert "error: argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", list(report.OPERATIONS))
+@pytest.mark.parametrize("dtype", report.DTYPES)
+def test_checks_fail_on_zeros(name, dtype):
+    """The tolerance would notice a kernel that writes nothing."""
+    operation = report.OPERATIONS[name]
+    rng = np.random.default_rng(0)
+    rounded = (3 * rng.standard_normal((operation.arrays + 1, 8, 1000))).astype(jnp.dtype(dtype))
+    tiny = 6e-8 if dtype == "float16" else 1e-38
+    where = np.ones((1, 1), bool)
+    arrays = rounded.astype(np.float64)
+    for wanted in operation.reference(*arrays, where=where, scale=1.0, tiny=tiny):
+        best = wanted[0].astype(jnp.dtype(dtype)).astype(np.float64)
+        assert report.compare(best, *wanted, dtype, 1000)[1] <= 1
+        assert report.compare(np.zeros_like(best), *wanted, dtype, 1000)[1] > 1
+
+
+def test_nan_is_an_error():
+    wrong = np.array([[np.nan, 1.0]])
+    reference = np.array([[0.5, 1.0]])
+    assert report.compare(wrong, reference, reference, 0, "float32", 2)[1] == np.inf
+
+
+def test_checks_take_the_first_rows_of_a_large_shape():
+    options = report._parse(["--shape", "49152x32768"])
+    assert report._checked_shapes(options) == [(64, 32768)]
+
+
+def test_units():
+    assert _report.duration(0.99996e-3) == "1.00 ms"
+    assert _report.duration(3e-9) == "3.00 ns"
+    assert _report.rate(3.76e12) == "3.76 TB/s"
+    assert _report.ratio_text(1.5, 0.1) == "[green]1.50x ±10%[/green]"
+    assert _report.ratio_text(1.05, 0.1) == "1.05x ±10%"
+
+
+# ---- examples/digits.py ----
+
+needs_sklearn = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
+)
+
+
+@needs_sklearn
+def test_digits_in_short(tmp_path):
+    done = run(
+        str(ROOT / "examples" / "digits.py"), "--steps", "150", "--plot", "d.png", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out accuracy" in done.stdout
+    assert done.stdout.strip().splitlines()[-1].startswith("OK: both runs reached 95%")
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_sklearn
+def test_digits_fails_without_training(tmp_path):
+    done = run(str(ROOT / "examples" / "digits.py"), "--steps", "1", "--plot", "", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: jax.nn reached" in done.stdout
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,326 @@
+"""Bad input: an exception at the call whose message says what to do; never an abort."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+
+CPU = next(m for m in jaxnorm.status().modules if m.platform == "cpu")
+X = jnp.ones((2, 3, 4), "float32")
+# JAX adds lines of its own below the message when it leaves jit.
+MESSAGE = r"(?m)^{op}: {argument} must .+, got .+\. [A-Z].+\.?$"
+
+
+# Argument that the message names, exception, arguments of the call.
+SOFTMAX_CASES = {
+    "integer x": ("x", TypeError, {"x": jnp.ones((2, 3), int)}),
+    "boolean x": ("x", TypeError, {"x": jnp.ones((2, 3), bool)}),
+    "complex x": ("x", TypeError, {"x": jnp.ones((2, 3), complex)}),
+    "8-bit x": ("x", TypeError, {"x": jnp.ones((2, 3), jnp.float8_e4m3fn)}),
+    "list": ("x", TypeError, {"x": [1.0, 2.0]}),
+    "string": ("x", TypeError, {"x": "abc"}),
+    "None": ("x", TypeError, {"x": None}),
+    "scalar": ("x", ValueError, {"x": jnp.float32(1)}),
+    "axis too large": ("axis", ValueError, {"axis": 3}),
+    "axis too small": ("axis", ValueError, {"axis": -4}),
+    "axis in tuple": ("axis", ValueError, {"axis": (0, 5)}),
+    "repeated axis": ("axis", ValueError, {"axis": (1, -2)}),
+    "float axis": ("axis", TypeError, {"axis": 1.5}),
+    "string axis": ("axis", TypeError, {"axis": "rows"}),
+    "integer where": ("where", TypeError, {"where": jnp.ones((4,), int)}),
+    "float where": ("where", TypeError, {"where": jnp.ones((4,), "float32")}),
+    "where of other size": ("where", ValueError, {"where": jnp.ones((5,), bool)}),
+    "where of higher rank": ("where", ValueError, {"where": jnp.ones((1, 2, 3, 4), bool)}),
+    "where that enlarges": ("where", ValueError, {"x": X[:1], "where": jnp.ones((2, 3, 4), bool)}),
+    "bias of other size": ("bias", ValueError, {"bias": jnp.ones((3,), "float32")}),
+    "bias of higher rank": ("bias", ValueError, {"bias": jnp.ones((1, 2, 3, 4), "float32")}),
+    "integer bias": ("bias", TypeError, {"bias": jnp.ones((4,), int)}),
+    "scale of other size": ("scale", ValueError, {"scale": jnp.ones((2, 1), "float32")}),
+    "integer scale": ("scale", TypeError, {"scale": jnp.ones((4,), int)}),
+    "implementation": ("implementation", ValueError, {"implementation": "cuda"}),
+    "boolean implementation": ("implementation", ValueError, {"implementation": True}),
+}
+
+RELU_CASES = {
+    name: (argument, error, {"x": kw["x"]})
+    for name, (argument, error, kw) in SOFTMAX_CASES.items()
+    if argument == "x" and name != "scalar"
+} | {
+    "implementation": ("implementation", ValueError, {"x": X, "implementation": "cuda"}),
+}
+ADD_RELU_CASES = {
+    "integer y": ("y", TypeError, {"y": jnp.ones((2, 3, 4), int)}),
+    "list y": ("y", TypeError, {"y": [1.0]}),
+    "y of other shape": ("y", ValueError, {"y": jnp.ones((3, 3), "float32")}),
+}
+CASES = [
+    *(
+        (op, name, case)
+        for op in ("softmax", "log_softmax")
+        for name, case in SOFTMAX_CASES.items()
+    ),
+    *(("relu", name, case) for name, case in RELU_CASES.items()),
+    *(("add_relu", name, case) for name, case in ADD_RELU_CASES.items()),
+]
+cases = pytest.mark.parametrize(
+    ("op", "case"), [pytest.param(op, case, id=f"{op}-{name}") for op, name, case in CASES]
+)
+
+
+def call(op, kw, x=None):
+    kw = dict(kw)
+    given = kw.pop("x", X)
+    if x is not None:
+        given = x
+    args = (kw.pop("y"),) if "y" in kw else ()
+    return getattr(jaxnorm, op)(given, *args, **kw)
+
+
+def expect(op, argument, error):
+    return pytest.raises(error, match=MESSAGE.format(op=op, argument=argument))
+
+
+@cases
+def test_message(op, case):
+    argument, error, kw = case
+    with expect(op, argument, error) as info:
+        call(op, kw)
+    assert type(info.value) is error
+    assert "\n" not in str(info.value)
+
+
+@cases
+def test_message_under_jit_and_vmap(op, case):
+    """At the call too, when it is traced."""
+    argument, error, kw = case
+    x = kw.get("x", X)
+    if not isinstance(x, jax.Array):
+        with expect(op, argument, error):
+            jax.jit(lambda z: call(op, kw) * z)(1.0)
+        return
+    with expect(op, argument, error):
+        jax.jit(lambda x: call(op, kw, x))(x)
+    with expect(op, argument, error):
+        jax.vmap(lambda x: call(op, kw, x))(x[None])
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_traced_operands(op):
+    """The mask and the bias are arguments of the jitted function."""
+    f = getattr(jaxnorm, op)
+    with expect(op, "where", TypeError):
+        jax.jit(lambda x, w: f(x, where=w))(X, jnp.ones((4,), int))
+    with expect(op, "where", ValueError):
+        jax.vmap(lambda x, w: f(x, where=w))(X, jnp.ones((2, 5), bool))
+    with expect(op, "bias", ValueError):
+        jax.jit(lambda x, b: f(x, bias=b))(X, jnp.ones((5,), "float32"))
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_vmap_to_a_scalar(op):
+    """What is left under vmap is a scalar: the message speaks of what the mapped function sees."""
+    with expect(op, "x", ValueError):
+        jax.vmap(getattr(jaxnorm, op))(jnp.ones(3, "float32"))
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+def test_kernel_where_there_is_none(op):
+    """Lowered for a platform without kernels, implementation="kernel" is refused by name."""
+    function = getattr(jaxnorm, op)
+    args = (X, X) if op == "add_relu" else (X,)
+
+    def f(*args):
+        return function(*args, implementation="kernel")
+
+    with pytest.raises(
+        ValueError, match=r"\w+: implementation must be .*tpu.*, got 'kernel'\. Use .+"
+    ):
+        jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
+    with pytest.raises(ValueError, match=r"\w+: implementation must be .*tpu"):
+        jax.jit(jax.grad(lambda *a: jnp.sum(f(*a)))).trace(*args).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+def test_kernel_message_names_the_operation(op):
+    function = getattr(jaxnorm, op)
+    args = (X, X) if op == "add_relu" else (X,)
+    with pytest.raises(ValueError, match=rf"^{op}: implementation must"):
+        jax.jit(lambda *a: function(*a, implementation="kernel")).trace(*args).lower(
+            lowering_platforms=("tpu",)
+        )
+
+
+def test_keyword_only():
+    with pytest.raises(TypeError):
+        jaxnorm.softmax(X, -1, None, 2.0)
+    with pytest.raises(TypeError):
+        jaxnorm.relu(X, "xla")
+
+
+# ---- direct calls of the targets: a malformed one is an error, not a crash ----
+
+needs_cpu = pytest.mark.skipif(not CPU.targets, reason=f"no CPU module: {CPU.reason}")
+F32, U8 = np.float32, np.uint8
+S = jax.ShapeDtypeStruct
+FWD = {"axis": np.int64(1), "factor": np.float64(1), "log": False, "operands": np.int64(0)}
+BWD = {"axis": np.int64(1), "factor": np.float64(1), "form": np.int64(0)}
+
+
+def ones(*shape, dtype=F32):
+    return jnp.ones(shape, dtype)
+
+
+BAD_CALLS = {
+    "fwd: negative axis": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3)],
+        FWD | {"axis": np.int64(-1)},
+    ),
+    "fwd: axis too large": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3)],
+        FWD | {"axis": np.int64(2)},
+    ),
+    "fwd: rank 0": ("softmax_fwd", S((), F32), [ones()], FWD | {"axis": np.int64(0)}),
+    "fwd: result of other shape": ("softmax_fwd", S((2, 4), F32), [ones(2, 3)], FWD),
+    "fwd: result of other rank": ("softmax_fwd", S((6,), F32), [ones(2, 3)], FWD),
+    "fwd: result of other dtype": ("softmax_fwd", S((2, 3), np.float64), [ones(2, 3)], FWD),
+    "fwd: integers": ("softmax_fwd", S((2, 3), np.int32), [ones(2, 3, dtype=np.int32)], FWD),
+    "fwd: operand missing": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3)],
+        FWD | {"operands": np.int64(1)},
+    ),
+    "fwd: operand too many": ("softmax_fwd", S((2, 3), F32), [ones(2, 3)] * 2, FWD),
+    "fwd: unknown operand bit": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3)] * 2,
+        FWD | {"operands": np.int64(8)},
+    ),
+    "fwd: where is float": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3)] * 2,
+        FWD | {"operands": np.int64(1)},
+    ),
+    "fwd: bias too large": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3), ones(4, 3)],
+        FWD | {"operands": np.int64(4)},
+    ),
+    "fwd: bias of other dtype": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3), ones(2, 3, dtype=np.float16)],
+        FWD | {"operands": np.int64(4)},
+    ),
+    "fwd: attribute missing": ("softmax_fwd", S((2, 3), F32), [ones(2, 3)], {"axis": np.int64(1)}),
+    "fwd: attribute of other type": (
+        "softmax_fwd",
+        S((2, 3), F32),
+        [ones(2, 3)],
+        FWD | {"axis": np.int32(1)},
+    ),
+    "fwd: no operands": ("softmax_fwd", S((2, 3), F32), [], FWD),
+    "bwd: form": ("softmax_bwd", S((2, 3), F32), [ones(2, 3)] * 2, BWD | {"form": np.int64(3)}),
+    "bwd: negative form": (
+        "softmax_bwd",
+        S((2, 3), F32),
+        [ones(2, 3)] * 2,
+        BWD | {"form": np.int64(-1)},
+    ),
+    "bwd: shapes differ": ("softmax_bwd", S((2, 3), F32), [ones(2, 3), ones(2, 4)], BWD),
+    "bwd: dtypes differ": (
+        "softmax_bwd",
+        S((2, 3), F32),
+        [ones(2, 3), ones(2, 3, dtype=np.float16)],
+        BWD,
+    ),
+    "bwd: where is float": ("softmax_bwd", S((2, 3), F32), [ones(2, 3)] * 3, BWD),
+    "bwd: operand too many": ("softmax_bwd", S((2, 3), F32), [ones(2, 3)] * 4, BWD),
+    "relu fwd: mask too short": ("relu_fwd", (S((2, 9), F32), S((2, 1), U8)), [ones(2, 9)], {}),
+    "relu fwd: mask of other dtype": (
+        "relu_fwd",
+        (S((2, 9), F32), S((2, 2), np.int8)),
+        [ones(2, 9)],
+        {},
+    ),
+    "relu fwd: mask with fewer rows": (
+        "relu_fwd",
+        (S((2, 9), F32), S((1, 2), U8)),
+        [ones(2, 9)],
+        {},
+    ),
+    "relu fwd: shapes differ": ("relu_fwd", (S((2, 8), F32), S((2, 2), U8)), [ones(2, 9)], {}),
+    "relu fwd: addends differ": (
+        "relu_fwd",
+        (S((2, 9), F32), S((2, 2), U8)),
+        [ones(2, 9), ones(9)],
+        {},
+    ),
+    "relu fwd: rank 0": ("relu_fwd", (S((), F32), S((), U8)), [ones()], {}),
+    "relu fwd: integers": (
+        "relu_fwd",
+        (S((2, 9), np.int32), S((2, 2), U8)),
+        [ones(2, 9, dtype=np.int32)],
+        {},
+    ),
+    "relu fwd: no mask": ("relu_fwd", (S((2, 9), F32),), [ones(2, 9)], {}),
+    "relu bwd: mask too short": (
+        "relu_bwd",
+        S((2, 9), F32),
+        [ones(2, 1, dtype=U8), ones(2, 9)],
+        {},
+    ),
+    "relu bwd: mask of other dtype": ("relu_bwd", S((2, 9), F32), [ones(2, 2), ones(2, 9)], {}),
+    "relu bwd: shapes differ": ("relu_bwd", S((3, 9), F32), [ones(2, 2, dtype=U8), ones(2, 9)], {}),
+    "relu bwd: dtypes differ": (
+        "relu_bwd",
+        S((2, 9), np.float16),
+        [ones(2, 2, dtype=U8), ones(2, 9)],
+        {},
+    ),
+}
+
+
+@needs_cpu
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_malformed_target_call(case):
+    target, results, args, attributes = BAD_CALLS[case]
+    with pytest.raises(
+        Exception, match=r"(?i)jaxnorm|argument|operand|attribute|buffer|decod|dtype"
+    ) as info:
+        jax.block_until_ready(jax.ffi.ffi_call(f"jaxnorm_{target}", results)(*args, **attributes))
+    assert isinstance(info.value, (jax.errors.JaxRuntimeError, ValueError, TypeError))
+
+
+@needs_cpu
+def test_check_names_the_expression():
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=re.escape("jaxnorm: ") + r".*check failed: .+"
+    ):
+        jax.ffi.ffi_call("jaxnorm_softmax_fwd", S((2, 3), F32))(
+            ones(2, 3), **FWD | {"axis": np.int64(7)}
+        )
+
+
+@needs_cpu
+def test_good_direct_call():
+    """The calls above fail for the reason that they are meant to."""
+    y = jax.ffi.ffi_call("jaxnorm_softmax_fwd", S((2, 4), F32))(ones(2, 4), **FWD)
+    np.testing.assert_array_equal(y, 0.25)
+    t = jax.ffi.ffi_call("jaxnorm_softmax_bwd", S((2, 4), F32))(y, y, **BWD)
+    np.testing.assert_array_equal(t, 0)
+    y, mask = jax.ffi.ffi_call("jaxnorm_relu_fwd", (S((2, 9), F32), S((2, 2), U8)))(ones(2, 9))
+    np.testing.assert_array_equal(mask, [[255, 1]] * 2)
+    bar = jax.ffi.ffi_call("jaxnorm_relu_bwd", S((2, 9), F32))(mask, y)
+    np.testing.assert_array_equal(bar, 1)

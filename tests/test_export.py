@@ -1,0 +1,162 @@
+"""jax.export: round trips, symbolic shapes, other platforms, several devices."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import suite
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from suite import OPS
+
+import jaxnorm
+
+ops = pytest.mark.parametrize("op", OPS)
+CUDA = next(m for m in jaxnorm.status().modules if m.platform == "cuda")
+
+
+def value_and_grad(op):
+    function = OPS[op].function
+    return lambda *args: (function(*args), jax.grad(lambda *a: jnp.sum(function(*a) ** 2))(*args))
+
+
+def round_trip(function, *args, **kw):
+    exported = export.export(jax.jit(function), disabled_checks=jaxnorm.export_checks(), **kw)(
+        *args
+    )
+    return exported, export.deserialize(exported.serialize())
+
+
+def structs(args, shapes=None):
+    shapes = shapes or [a.shape for a in args]
+    return [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, args, strict=True)]
+
+
+def assert_same(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"), [(op.name, dtype) for op in OPS.values() for dtype in op.dtypes]
+)
+def test_round_trip(op, dtype):
+    """Forward and gradient; the result is the same to the bit."""
+    args = OPS[op].arguments(dtype)
+    _, loaded = round_trip(value_and_grad(op), *args)
+    assert_same(loaded.call(*args), jax.jit(value_and_grad(op))(*args))
+
+
+@ops
+def test_differentiated_after_loading(op):
+    """The exported artifact carries its own first and second derivative."""
+    args = OPS[op].arguments("float32")
+    exported = export.export(jax.jit(OPS[op].function), disabled_checks=jaxnorm.export_checks())(
+        *args
+    )
+    loaded = export.deserialize(exported.serialize(vjp_order=2))
+    for f in (
+        lambda f: jax.grad(lambda *a: jnp.sum(f(*a) ** 2)),
+        lambda f: jax.grad(lambda *a: jnp.sum(jax.grad(lambda *a: jnp.sum(f(*a) ** 2))(*a) ** 2)),
+    ):
+        np.testing.assert_allclose(
+            f(loaded.call)(*args), f(OPS[op].function)(*args), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+@pytest.mark.parametrize("shape", ["b, 7", "b, 3, 8*c", "2, 3, b"])
+def test_symbolic_shapes(op, shape):
+    """One artifact for every batch and every length."""
+    function = getattr(jaxnorm, op)
+    count = len(OPS[op].shapes)
+    dims = export.symbolic_shape(shape)
+    symbolic = [jax.ShapeDtypeStruct(dims, np.float32)] * count
+
+    def both(*args):
+        return function(*args), jax.grad(lambda *a: jnp.sum(function(*a) ** 2))(*args)
+
+    _, loaded = round_trip(both, *symbolic)
+    for size in (1, 5, 8):
+        concrete = tuple(
+            d if isinstance(d, int) else {"b": size, "8*c": 8 * size}[str(d)] for d in dims
+        )
+        args = [
+            np.random.default_rng(i).standard_normal(concrete, np.float32) for i in range(count)
+        ]
+        for got, want in zip(loaded.call(*args), jax.jit(both)(*args), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+
+def test_symbolic_where():
+    b = export.symbolic_shape("b")[0]
+    x = jax.ShapeDtypeStruct((b, 5), np.float32)
+    where = jax.ShapeDtypeStruct((b, 1), np.bool_)
+
+    def f(x, where):
+        return jax.grad(lambda x: jnp.sum(jaxnorm.softmax(x, where=where) ** 2))(x)
+
+    _, loaded = round_trip(f, x, where)
+    args = np.ones((3, 5), np.float32), np.array([[True], [False], [True]])
+    assert_same(loaded.call(*args), f(*map(jnp.asarray, args)))
+
+
+@ops
+@pytest.mark.parametrize("platforms", [("tpu",), ("rocm",), ("cuda",), ("cpu", "cuda", "tpu")])
+def test_other_platforms(op, platforms):
+    """Exports without a device of that kind; what has no kernels gets the formula."""
+    args = OPS[op].arguments("float32")
+    with warnings.catch_warnings():
+        if not CUDA.available and "cuda" in platforms:  # tests/test_lib.py tests the warning
+            warnings.filterwarnings("ignore", "jaxnorm: no cuda kernels", RuntimeWarning)
+        exported, loaded = round_trip(value_and_grad(op), *args, platforms=platforms)
+    assert loaded.platforms == platforms
+    module = exported.mlir_module()
+    if platforms in (("tpu",), ("rocm",)):
+        assert "jaxnorm_" not in "".join(
+            line for line in module.splitlines() if "custom_call" in line
+        )
+    if "cpu" in platforms:
+        assert_same(loaded.call(*args), jax.jit(value_and_grad(op))(*args))
+
+
+@ops
+def test_needs_no_checks_where_no_kernel_is_called(op):
+    args = OPS[op].arguments("float32")
+    export.export(jax.jit(value_and_grad(op)), platforms=("tpu",))(*args).serialize()
+
+
+def test_export_checks_name_every_target():
+    names = {check.is_custom_call() for check in jaxnorm.export_checks()}
+    targets = set().union(*(m.targets for m in jaxnorm.status().modules))
+    assert names == {f"jaxnorm_{t}" for t in targets}
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+@pytest.mark.parametrize("spec", [P("d", None), P("d", "m"), P(None, "m")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_eight_devices(op, spec, kind):
+    """A sharded program is exported with the formula, which XLA partitions."""
+    mesh = jax.make_mesh(
+        (4, 2), ("d", "m"), axis_types=(kind, kind), devices=jax.devices("cpu")[:8]
+    )
+    function = getattr(jaxnorm, op)
+
+    def f(x):
+        args = (x, x * 0.5) if op == "add_relu" else (x,)
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))))(*args)
+
+    x = np.random.default_rng(0).standard_normal((16, 64), np.float32)
+    sharded = jax.device_put(x, NamedSharding(mesh, spec))
+    exported, loaded = round_trip(f, sharded, platforms=("cpu",))
+    assert exported.nr_devices == loaded.nr_devices == 8
+    result = jax.jit(loaded.call)(sharded)
+    np.testing.assert_allclose(result, f(x), rtol=1e-5, atol=1e-6)
+
+
+def test_suite_covers_every_operation():
+    assert {name for name in jaxnorm.__all__ if name not in ("status", "export_checks")} <= set(OPS)
+    assert suite.TRANSFORMATIONS

@@ -1,0 +1,254 @@
+"""On an NVIDIA GPU: every dispatch boundary, sizes beyond 32 bits, CUDA graphs, streams, two GPUs.
+
+The other files run on the default device, so on a GPU machine they test the CUDA kernels too.
+"""
+
+import threading
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import processes
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxnorm
+from bench import cases
+
+pytestmark = pytest.mark.gpu
+
+GPUS = [d for d in jax.devices() if d.platform == "gpu"]
+SOFTMAXES = ("softmax", "log_softmax")
+softmaxes = pytest.mark.parametrize("op", SOFTMAXES)
+halves = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+def test_kernels_are_registered():
+    cuda = next(m for m in jaxnorm.status().modules if m.platform == "cuda")
+    assert cuda.available, cuda.reason
+
+
+def rand(shape, dtype, seed=0):
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32) * 3
+    return jnp.asarray(values).astype(dtype)
+
+
+def check(op, x, axis=-1):
+    """Result and gradient against the oracle and XLA; the kernels are in the program."""
+    dtype, ct = x.dtype.name, rand(x.shape, x.dtype, 1)
+
+    def run(function):
+        def both(x, ct):
+            y, pullback = jax.vjp(lambda x: function(x, axis), x)
+            return y, pullback(ct)[0]
+
+        return jax.jit(both)
+
+    f = run(getattr(jaxnorm, op))
+    assert {c.kind for c in hlo.custom_calls(f.lower(x, ct).compile().as_text())} == {
+        "jaxnorm_softmax_fwd",
+        "jaxnorm_softmax_bwd",
+    }
+    (y, bar), (y_xla, bar_xla) = f(x, ct), run(getattr(jax.nn, op))(x, ct)
+    expected = getattr(oracle, op)(x, axis)
+    size = np.abs(expected) if op == "softmax" else None
+    oracle.assert_close(y, expected, dtype, y_xla, size=size)
+    expected = oracle.softmax_vjp(x, ct, axis, log=op == "log_softmax")[0]
+    size = oracle.softmax_vjp_size(x, ct, axis, log=op == "log_softmax")
+    oracle.assert_close(bar, expected, dtype, bar_xla, 16, size)
+
+
+# Powers of two are where tiers meet; cases of the benchmark are what people use.
+BOUNDARIES = sorted({max(1, (1 << k) + d) for k in range(18) for d in (-1, 0, 1)})
+
+
+@softmaxes
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dispatch_boundaries(op, dtype):
+    for columns in BOUNDARIES:
+        check(op, rand((3, columns), dtype))
+
+
+@softmaxes
+@pytest.mark.parametrize("columns", [131072, 1 << 20, (1 << 20) + 1])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_long_rows(op, columns, rows):
+    """Few rows, so that several blocks share one."""
+    for dtype in ("bfloat16", "float32"):
+        check(op, rand((rows, columns), dtype))
+
+
+# Operands that broadcast are covered by tests/test_softmax.py, on this device too.
+CASES = [
+    c
+    for c in cases.select(tag="gpu")
+    if c.op in SOFTMAXES and c.where_shape is None and c.bias_shape is None
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op} {c.label}")
+def test_benchmark_cases(case):
+    """Shapes of the benchmark, fewer rows of them: more than the GPU has processors."""
+    shape = list(case.shape)
+    axis = case.axis % len(shape)
+    shape[0] = min(shape[0], 300 if axis == len(shape) - 1 else 3)
+    check(case.op, rand(shape, case.dtype), axis)
+
+
+@softmaxes
+@halves
+def test_strided(op, dtype):
+    for inner in (1, 2, 3, 7, 8, 31, 33, 56, 127, 129, 1024):
+        for columns in (1, 5, 64, 257, 4100):
+            check(op, rand((2, columns, inner), dtype), 1)
+
+
+@softmaxes
+@halves
+def test_misaligned_base(op, dtype):
+    """Pointers that are multiples of the element only: slices of a donated or padded buffer."""
+    for columns in (33, 257, 1025, 8193, 40001):
+        base = rand((4 * columns + 3,), dtype)
+        for offset in (1, 2, 3):
+            f = jax.jit(
+                lambda b, o=offset, c=columns: getattr(jaxnorm, op)(b[o : o + 4 * c].reshape(4, c))
+            )
+            x = base[offset : offset + 4 * columns].reshape(4, columns)
+            oracle.assert_close(f(base), getattr(oracle, op)(x), dtype)
+
+
+# ---- beyond 32 bits ----
+
+
+def _filled(shape, dtype):
+    """Numbers that differ by row, made on the device."""
+    row = jnp.arange(shape[0], dtype="int32")[:, None] % 61
+    column = jnp.arange(shape[1], dtype="int32")[None] % 53
+    return ((row * column) % 17 - 8).astype(dtype)
+
+
+@pytest.mark.parametrize("op", SOFTMAXES)
+def test_more_than_two_to_the_31_elements(op):
+    """Rows before, at and after each power of two where an index or an offset overflows."""
+    columns = 4096
+    rows = (1 << 31) // columns + 5
+    x = jax.jit(lambda: _filled((rows, columns), "bfloat16"))()
+    y = jax.jit(getattr(jaxnorm, op))(x)
+    half = (1 << 30) // columns
+    for r in (0, half - 1, half, 2 * half - 1, 2 * half, rows - 1):
+        expected = getattr(oracle, op)(np.asarray(x[r]))
+        oracle.assert_close(y[r], expected, "bfloat16")
+    del y
+    bar = jax.jit(lambda x: jax.vjp(getattr(jaxnorm, op), x)[1](x)[0])(x)
+    for r in (0, 2 * half - 1, 2 * half, rows - 1):
+        row = np.asarray(x[r])
+        expected = oracle.softmax_vjp(row, row, log=op == "log_softmax")[0]
+        size = oracle.softmax_vjp_size(row, row, log=op == "log_softmax")
+        oracle.assert_close(bar[r], expected, "bfloat16", floor=32, size=size)
+
+
+def test_relu_of_more_than_two_to_the_31_elements():
+    columns = 4100  # no multiple of 8
+    rows = (1 << 31) // columns + 5
+    x = jax.jit(lambda: _filled((rows, columns), "bfloat16"))()
+    y, bar = jax.jit(lambda x: (jaxnorm.relu(x), jax.vjp(jaxnorm.relu, x)[1](x)[0]))(x)
+    assert bool(jnp.all(y == jnp.maximum(x, 0)))
+    assert bool(jnp.all(bar == y))
+
+
+# ---- execution ----
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+def test_same_bits_every_time(op):
+    x = rand((513, 4095), "bfloat16")
+    function = getattr(jaxnorm, op)
+
+    @jax.jit
+    def f(x):
+        y, pullback = jax.vjp(lambda x: function(x, x) if op == "add_relu" else function(x), x)
+        return y, pullback(x)[0]
+
+    first = f(x)
+    for _ in range(3):
+        for a, b in zip(f(x), first, strict=True):
+            assert bool(jnp.all(a == b))
+
+
+def test_concurrent_streams():
+    """Many programs in flight from several threads: no kernel has state of its own."""
+    xs = [rand((64, 1000 + 7 * i), "float32", i) for i in range(8)]
+    f = jax.jit(lambda x: jaxnorm.softmax(jaxnorm.relu(x)))
+    expected = [np.asarray(f(x)) for x in xs]
+    wrong = []
+
+    def work(i):
+        for _ in range(50):
+            if not np.array_equal(np.asarray(f(xs[i])), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(xs))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_calls_are_captured_in_a_cuda_graph(tmp_path):
+    """The compiled program holds a command buffer with the calls in it; its results are right."""
+    flags = (
+        f"--xla_dump_to={tmp_path} --xla_gpu_enable_command_buffer=+CUSTOM_CALL "
+        "--xla_gpu_graph_min_graph_size=1"
+    )
+    result = processes.run("graph", tmp_path, env={"JAX_PLATFORMS": "cuda", "XLA_FLAGS": flags})
+    assert result["error"] < 1e-6
+    assert result["thunks"], "no thunk dump: look for the name of the file in this XLA version"
+    assert set(result["captured"]) == {
+        "jaxnorm_softmax_fwd",
+        "jaxnorm_softmax_bwd",
+        "jaxnorm_relu_fwd",
+        "jaxnorm_relu_bwd",
+    }
+
+
+# ---- two GPUs ----
+
+two_gpus = pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu"])
+def test_two_gpus(op, kind):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=GPUS[:2])
+    x = np.asarray(rand((64, 4096), "float32"))
+    function = getattr(jaxnorm, op)
+
+    def both(x):
+        return function(x), jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))(x)
+
+    expected = jax.jit(both)(jax.device_put(x, GPUS[0]))
+    for spec in (P("d", None), P(None, "d")):
+        sharded = jax.device_put(x, NamedSharding(mesh, spec))
+        with jax.set_mesh(mesh):
+            found = hlo.collectives(hlo.text(both, sharded))
+            results = jax.jit(both)(sharded)
+        if spec == P("d", None) or op == "relu":
+            assert found == []
+        else:
+            assert {c.kind for c in found} == {"all-reduce"}
+        for got, want in zip(results, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@two_gpus
+def test_kernels_on_the_second_gpu():
+    """Launch settings are per device, not per process."""
+    for columns in (100, 5000, 40000, 200000):
+        for gpu in GPUS[:2]:
+            x = jax.device_put(rand((4, columns), "float32"), gpu)
+            oracle.assert_close(jaxnorm.softmax(x), oracle.softmax(x), "float32", jax.nn.softmax(x))

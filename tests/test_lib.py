@@ -1,0 +1,97 @@
+"""Loading: a missing or incompatible module leaves JAX working; the plugin entry point."""
+
+import importlib.metadata
+import warnings
+
+import jax.numpy as jnp
+import processes
+import pytest
+
+import jaxnorm
+
+CPU, CUDA = jaxnorm.status().modules
+
+
+def test_status():
+    status = jaxnorm.status()
+    assert status.version == importlib.metadata.version("jaxnorm") == jaxnorm.__version__
+    assert [m.platform for m in status.modules] == ["cpu", "cuda"]
+    text = repr(status)
+    assert text.splitlines()[0].startswith(f"jaxnorm {status.version} (jax ")
+    assert len(text.splitlines()) == 3
+    assert all(len(line) < 200 for line in text.splitlines())
+    for m in status.modules:
+        assert m.available == bool(m.targets)
+        assert m.available or m.reason
+
+
+def test_both_modules_offer_every_kernel():
+    """A module that is loaded has all targets: Python looks no further than the module."""
+    names = {"softmax_fwd", "softmax_bwd", "relu_fwd", "relu_bwd"}
+    for m in jaxnorm.status().modules:
+        assert not m.available or m.targets == names
+
+
+def test_no_warning_where_kernels_are_loaded():
+    if not CPU.available:
+        pytest.skip(f"no CPU module: {CPU.reason}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxnorm.softmax(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("situation", "reason"),
+    [
+        ("missing", "not built"),
+        ("broken", "cannot be imported (undefined symbol: nothing)"),
+        ("newer minor", "built for XLA FFI"),
+        ("other major", "built for XLA FFI"),
+        ("no headers", "cannot find the XLA FFI version"),
+    ],
+)
+def test_without_module(situation, reason):
+    """JAX works, jaxnorm uses the formulas, warns once and says why."""
+    result = processes.run("fallback", situation)
+    assert result["jax"] == 6.0
+    assert result["registered"] == []
+    assert reason in result["reason"]
+    assert result["reason"] in result["repr"]
+    assert len(result["warnings"]) == 1
+    category, message = result["warnings"][0]
+    assert category == "RuntimeWarning"
+    assert message.startswith("jaxnorm: no cpu kernels")
+    assert result["reason"] in message
+    assert max(result["errors"].values()) < 1e-6
+    assert len(result["errors"]) == 4
+    for op, message in result["kernel"].items():
+        assert "implementation must be None or 'xla' for platform cpu" in message, op
+        assert result["reason"] in message
+    if situation == "newer minor":
+        assert "upgrade jaxlib or reinstall jaxnorm" in result["reason"]
+
+
+def test_older_minor_is_accepted():
+    result = processes.run("fallback", "older minor")
+    assert result["warnings"] == []
+    assert result["reason"] == ""
+    assert result["registered"] == ["jaxnorm_something"]
+
+
+def _has_entry_point():
+    return any(e.name == "jaxnorm" for e in importlib.metadata.entry_points(group="jax_plugins"))
+
+
+def test_entry_point_is_installed():
+    assert _has_entry_point(), "install jaxnorm: the entry point makes exported programs run alone"
+
+
+def test_export_runs_without_importing_jaxnorm(tmp_path):
+    """A process that only deserialises finds the targets through the entry point."""
+    if not CPU.available:
+        pytest.skip(f"no CPU module: {CPU.reason}")
+    path = tmp_path / "program.bin"
+    written = processes.run("plugin", "write", path)
+    assert written["custom_calls"] > 0
+    read = processes.run("plugin", "read", path)
+    assert read["result"] == written["result"]

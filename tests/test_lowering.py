@@ -1,0 +1,153 @@
+"""What is lowered for each platform, without a device of that kind."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import suite
+from suite import OPS
+
+import jaxnorm
+
+CUDA = next(m for m in jaxnorm.status().modules if m.platform == "cuda")
+CPU = next(m for m in jaxnorm.status().modules if m.platform == "cpu")
+needs_cuda = pytest.mark.skipif(not CUDA.targets, reason=f"no CUDA module: {CUDA.reason}")
+needs_cpu = pytest.mark.skipif(not CPU.targets, reason=f"no CPU module: {CPU.reason}")
+ops = pytest.mark.parametrize("op", OPS)
+
+
+def lowered(function, *args, platform):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def calls(text):
+    """(target, backend_config, the rest of the line) of each custom call."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"custom_call @(\w+)\(", line)
+        if match:
+            config = re.search(r"mhlo.backend_config = \{(.*?)\}", line)
+            attributes = dict(re.findall(r"(\w+) = ([^,}]+)", config.group(1))) if config else {}
+            found.append((match.group(1), attributes, line))
+    return found
+
+
+def value_and_grad(op):
+    f = OPS[op].function
+    return lambda *args: (f(*args), jax.grad(lambda *a: jnp.sum(f(*a) ** 2))(*args))
+
+
+@ops
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=needs_cpu), pytest.param("cuda", marks=needs_cuda)]
+)
+def test_gradient_calls_the_kernels(op, platform):
+    spec = OPS[op]
+    text = lowered(value_and_grad(op), *spec.arguments("float32"), platform=platform)
+    targets = [target for target, _, _ in calls(text)]
+    assert spec.backward in targets
+    assert spec.forward in targets
+    assert set(targets) == {spec.forward, spec.backward}
+
+
+@ops
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_no_custom_call_elsewhere(op, platform):
+    text = lowered(value_and_grad(op), *OPS[op].arguments("float32"), platform=platform)
+    assert calls(text) == []
+
+
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=needs_cpu), pytest.param("cuda", marks=needs_cuda)]
+)
+def test_attributes(platform):
+    """Names, types and values of the attributes are the ABI that exported programs rely on."""
+    x, where, bias = (
+        jnp.ones((2, 3, 4), "float32"),
+        jnp.ones((3, 1), bool),
+        jnp.ones((4,), "float32"),
+    )
+
+    def f(x):
+        return jaxnorm.softmax(x, axis=1, where=where, bias=bias, scale=0.5)
+
+    ((target, attributes, _),) = calls(lowered(f, x, platform=platform))
+    assert target == "jaxnorm_softmax_fwd"
+    assert attributes == {
+        "axis": "1 : i64",
+        "factor": "5.000000e-01 : f64",
+        "log": "false",
+        "operands": "5 : i64",
+    }
+    for function, form in ((jaxnorm.softmax, 0), (jaxnorm.log_softmax, 2)):
+
+        def g(x, function=function):
+            return jax.grad(lambda x: jnp.sum(function(x)))(x)
+
+        found = calls(lowered(g, x, platform=platform))
+        assert [t for t, _, _ in found] == ["jaxnorm_softmax_fwd", "jaxnorm_softmax_bwd"]
+        assert found[0][1]["operands"] == "0 : i64"
+        assert found[1][1] == {
+            "axis": "2 : i64",
+            "factor": "1.000000e+00 : f64",
+            "form": f"{form} : i64",
+        }
+
+
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=needs_cpu), pytest.param("cuda", marks=needs_cuda)]
+)
+def test_operands_are_not_materialised(platform):
+    """Broadcast operands reach the kernel at their own size, also under vmap."""
+    x = jnp.ones((8, 2, 3, 5), "float32")
+    where = jnp.ones((8, 1, 1, 5), bool)
+
+    def f(x, where):
+        return jax.vmap(lambda x, where: jaxnorm.softmax(x, axis=-2, where=where))(x, where)
+
+    text = lowered(f, x, where, platform=platform)
+    ((_, _, line),) = calls(text)
+    assert "(tensor<8x2x3x5xf32>, tensor<8x1x1x5xi1>)" in line
+    assert "transpose" not in text
+    assert "broadcast_in_dim" not in text
+    shared = lowered(
+        lambda x, where: jax.vmap(lambda x: jaxnorm.softmax(x, where=where))(x),
+        x,
+        where[0],
+        platform=platform,
+    )
+    ((_, _, line),) = calls(shared)
+    assert "tensor<1x1x1x5xi1>" in line
+
+
+@needs_cuda
+def test_scratch_only_where_rows_are_split():
+    """The additional float32 result is empty except for very long rows, and absent on CPU."""
+    for columns, is_empty in ((1024, True), (1 << 20, False)):
+        x = jax.ShapeDtypeStruct((2, columns), np.float32)
+        ((_, _, line),) = calls(lowered(jaxnorm.softmax, x, platform="cuda"))
+        y, scratch = re.findall(r"tensor<([^>]*)>", line.split("->")[1])
+        assert y == f"2x{columns}xf32"
+        assert (scratch == "0xf32") == is_empty
+        ((_, _, line),) = calls(lowered(jaxnorm.softmax, x, platform="cpu"))
+        assert re.findall(r"tensor<([^>]*)>", line.split("->")[1]) == [f"2x{columns}xf32"]
+
+
+@ops
+def test_no_widening_of_16_bit_arrays(op):
+    """Kernels take 16-bit arrays as they are: no float32 copy of x in the lowered module."""
+    if not CPU.targets:
+        pytest.skip(f"no CPU module: {CPU.reason}")
+    args = OPS[op].arguments("bfloat16")
+    text = lowered(lambda *a: jax.vjp(OPS[op].function, *a)[1](a[0]), *args, platform="cpu")
+    big = r"tensor<2x3x9xf32>"
+    assert not re.search(big, text)
+
+
+def test_registry_lists_what_is_tested():
+    assert {op.forward for op in OPS.values()} | {op.backward for op in OPS.values()} == {
+        f"jaxnorm_{t}" for t in ("softmax_fwd", "softmax_bwd", "relu_fwd", "relu_bwd")
+    }
+    assert suite.DTYPES == ("float16", "bfloat16", "float32", "float64")

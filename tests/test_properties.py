@@ -1,0 +1,159 @@
+"""What holds for all shapes, axes, masks and dtypes: hypothesis looks for counterexamples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jaxnorm
+
+# Every new shape compiles a program: few examples, no deadline, the same ones on every machine.
+SETTINGS = settings(
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+dtypes = st.sampled_from(oracle.DTYPES)
+shapes = hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=9)
+ops = st.sampled_from(["softmax", "log_softmax"])
+
+
+@st.composite
+def arrays(draw, shape, dtype, special=True):
+    """Finite numbers of moderate size, with some infinities and NaN among them."""
+    values = draw(
+        hnp.arrays(np.float32, shape, elements=st.floats(-30, 30, width=32), fill=st.nothing())
+    )
+    if special and values.size:
+        for value in draw(st.lists(st.sampled_from([np.inf, -np.inf, np.nan, -0.0]), max_size=2)):
+            values.flat[draw(st.integers(0, values.size - 1))] = value
+    return jnp.asarray(values.astype(np.dtype(dtype)))
+
+
+@st.composite
+def broadcastable(draw, shape):
+    """A shape that broadcasts to `shape`."""
+    start = draw(st.integers(0, len(shape)))
+    return tuple(n if draw(st.booleans()) else 1 for n in shape[start:])
+
+
+@st.composite
+def axes(draw, ndim):
+    chosen = draw(st.lists(st.integers(0, ndim - 1), unique=True, min_size=1))
+    if draw(st.booleans()):
+        return tuple(a - ndim if draw(st.booleans()) else a for a in chosen)
+    return chosen[0] if draw(st.booleans()) else None
+
+
+@SETTINGS
+@given(st.data())
+def test_softmax(data):
+    """Any shape, axis and mask: the oracle's value, its NaN and inf, its gradient."""
+    op, dtype, shape = data.draw(ops), data.draw(dtypes), data.draw(shapes)
+    x, axis = data.draw(arrays(shape, dtype)), data.draw(axes(len(shape)))
+    kw = {}
+    if data.draw(st.booleans()):
+        kw["where"] = data.draw(hnp.arrays(np.bool_, data.draw(broadcastable(shape))))
+    if data.draw(st.booleans()):
+        kw["bias"] = data.draw(arrays(data.draw(broadcastable(shape)), dtype, special=False))
+    if data.draw(st.booleans()):
+        kw["scale"] = data.draw(st.sampled_from([0.5, -1.0, 2]))
+    y, pullback = jax.vjp(lambda x: getattr(jaxnorm, op)(x, axis, **kw), x)
+    assert y.dtype == dtype
+    assert y.shape == shape
+    if not y.size:
+        return
+    expected = getattr(oracle, op)(x, axis, **kw)
+    oracle.assert_close(y, expected, dtype, floor=32)
+    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    log = op == "log_softmax"
+    (x_bar,) = pullback(ct)
+    expected = oracle.softmax_vjp(x, ct, axis, log=log, **kw)[0]
+    # The logarithm is kept rounded: exp(y) is as exact as y is long.
+    size = oracle.softmax_vjp_size(x, ct, axis, log=log, **kw)
+    oracle.assert_close(x_bar, expected, dtype, floor=128, size=size + np.max(size))
+
+
+@SETTINGS
+@given(st.data())
+def test_softmax_invariants(data):
+    """Rows sum to 1 and to 0 in the gradient; a constant added to a row changes nothing."""
+    shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=40))
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    x = data.draw(arrays(shape, "float64", special=False))
+    y, pullback = jax.vjp(lambda x: jaxnorm.softmax(x, axis), x)
+    np.testing.assert_allclose(np.sum(y, axis), 1, rtol=1e-13)
+    ct = np.random.default_rng(1).standard_normal(shape)
+    np.testing.assert_allclose(np.sum(pullback(jnp.asarray(ct))[0], axis), 0, atol=1e-13)
+    np.testing.assert_allclose(jaxnorm.softmax(x + 64, axis), y, rtol=1e-12)
+    np.testing.assert_allclose(jaxnorm.log_softmax(x, axis), np.log(y), rtol=1e-10, atol=1e-12)
+
+
+@settings(SETTINGS, max_examples=15)
+@given(st.data())
+def test_permutation(data):
+    """Softmax commutes with reordering a row and with moving axes."""
+    shape = data.draw(hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=20))
+    x = data.draw(arrays(shape, "float32"))
+    order = np.array(data.draw(st.permutations(range(shape[-1]))), int)
+    y = np.asarray(jaxnorm.softmax(x))
+    np.testing.assert_allclose(jaxnorm.softmax(x[..., order]), y[..., order], rtol=2e-6)
+    moved = jaxnorm.softmax(jnp.moveaxis(x, -1, 0), axis=0)
+    np.testing.assert_allclose(np.moveaxis(np.asarray(moved), 0, -1), y, rtol=2e-6)
+
+
+@settings(SETTINGS, max_examples=15)
+@given(st.data())
+def test_masking_is_removing(data):
+    """A masked element has no effect: the rest is the softmax of the rest."""
+    n = data.draw(st.integers(2, 40))
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    keep[0] = True
+    x = data.draw(arrays((3, n), "float64", special=False))
+    garbage = jnp.where(keep, x, jnp.nan)
+    for op in ("softmax", "log_softmax"):
+        f = getattr(jaxnorm, op)
+        np.testing.assert_allclose(
+            np.asarray(f(garbage, where=keep))[:, keep], f(x[:, keep]), rtol=1e-12, atol=1e-14
+        )
+
+
+@SETTINGS
+@given(st.data())
+def test_relu(data):
+    """Value, mask bits (through the gradient) and both cotangents, to the bit."""
+    dtype, shape = data.draw(dtypes), data.draw(shapes)
+    x, y = data.draw(arrays(shape, dtype)), data.draw(arrays(shape, dtype))
+    ct = data.draw(arrays(shape, dtype))
+    out, pullback = jax.vjp(jaxnorm.add_relu, x, y)
+    np.testing.assert_array_equal(oracle.f64(out), oracle.relu(x, y))
+    for bar in pullback(ct):
+        np.testing.assert_array_equal(oracle.f64(bar), oracle.relu_vjp(x, ct, y))
+    out, pullback = jax.vjp(jaxnorm.relu, x)
+    np.testing.assert_array_equal(oracle.f64(out), oracle.relu(x))
+    np.testing.assert_array_equal(oracle.f64(pullback(ct)[0]), oracle.relu_vjp(x, ct))
+
+
+@settings(SETTINGS, max_examples=8)
+@given(st.data())
+def test_vmap_is_a_loop(data):
+    """Over any axis, of the gradient too, with any of the operands mapped."""
+    shape = data.draw(hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=5))
+    x = data.draw(arrays(shape, "float32", special=False))
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    row = np.delete(shape, axis)
+    bias = data.draw(arrays(data.draw(broadcastable(tuple(int(n) for n in row))), "float32", False))
+    along = data.draw(st.integers(0, len(row) - 1))
+
+    def f(x):
+        def total(x):
+            return jnp.sum(jnp.sin(jaxnorm.softmax(x, along, bias=bias)))
+
+        return jaxnorm.log_softmax(x, along, bias=bias), jax.grad(total)(x)
+
+    mapped = jax.vmap(f, axis)(x)
+    for i in range(shape[axis]):
+        for got, want in zip(mapped, f(jnp.take(x, i, axis)), strict=True):
+            np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-6)

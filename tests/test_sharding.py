@@ -1,0 +1,502 @@
+"""Sharded programs: results as on one device, no collective where rows are whole."""
+
+import contextlib
+import math
+import socket
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import processes
+import pytest
+import suite
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxnorm
+
+CPUS = jax.devices("cpu")
+pytestmark = pytest.mark.skipif(len(CPUS) < 8, reason="needs 8 CPU devices")
+
+
+def make_mesh(kind):
+    return jax.make_mesh((4, 2), ("d", "m"), axis_types=(kind, kind), devices=CPUS[:8])
+
+
+AUTO, EXPLICIT = make_mesh(AxisType.Auto), make_mesh(AxisType.Explicit)
+
+BATCH, ROWS, COLUMNS = 8, 16, 64
+HAS_KERNELS = jaxnorm.status().modules[0].available
+
+ROW_SPECS = [P("d", None), P("m", None), P(("d", "m"), None)]
+COLUMN_SPECS = [P(None, "m"), P("d", "m"), P(None, ("d", "m")), P("m", "d")]
+OPS = ("softmax", "log_softmax", "relu", "add_relu")
+SOFTMAXES = OPS[:2]
+
+
+def rand(shape, seed=0, dtype="float32"):
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return values.astype(np.dtype(dtype))
+
+
+X, W = rand((ROWS, COLUMNS)), rand((ROWS, COLUMNS), 1)
+BATCHED = rand((BATCH, ROWS, COLUMNS), 2)
+WHERE = np.random.default_rng(3).random((1, COLUMNS)) < 0.7
+FULL_WHERE = np.random.default_rng(4).random((ROWS, COLUMNS)) < 0.7
+BIAS = rand((ROWS, 1), 5)
+
+
+def call(op):
+    """The operation as a function of one array."""
+    function = getattr(jaxnorm, op)
+    return (lambda x: function(x, x * 0.5)) if op == "add_relu" else function
+
+
+def gradient(f):
+    return lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+
+
+def both(f):
+    """Result, tangent and gradient."""
+    return lambda x: (*jax.jvp(f, (x,), (jnp.cos(x),)), gradient(f)(x))
+
+
+def put(x, spec, mesh):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def scope(mesh):
+    return jax.set_mesh(mesh) if mesh is EXPLICIT else contextlib.nullcontext()
+
+
+def blocks(mesh, entry):
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return math.prod(mesh.shape[n] for n in names if n is not None)
+
+
+def assert_same(sharded, alone):
+    for got, want in zip(jax.tree.leaves(sharded), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
+
+
+def alone(f, *args):
+    """The result on one device."""
+    return jax.tree.map(np.asarray, jax.jit(f)(*(jax.device_put(a, CPUS[0]) for a in args)))
+
+
+def assert_only_small_all_reduces(program, rows, count):
+    """At most `count` all-reduces, each of one float32 per row that a device holds."""
+    found = hlo.collectives(program)
+    assert found, "a split row needs communication: is this test looking at the right program?"
+    assert {c.kind for c in found} == {"all-reduce"}, found
+    arrays = [a for c in found for a in c.arrays]
+    assert len(arrays) <= count, found
+    for dtype, shape in arrays:
+        assert hlo.BYTES[dtype] * math.prod(shape) <= 4 * rows, found
+
+
+meshes = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+ops = pytest.mark.parametrize("op", OPS)
+softmaxes = pytest.mark.parametrize("op", SOFTMAXES)
+row_specs = pytest.mark.parametrize("spec", ROW_SPECS, ids=str)
+column_specs = pytest.mark.parametrize("spec", COLUMN_SPECS, ids=str)
+
+
+# ---- jit ----
+
+
+@meshes
+@ops
+@row_specs
+def test_rows(mesh, op, spec):
+    """No collective, forward, tangents and gradient; each device calls the kernel on its rows."""
+    with scope(mesh):
+        x = put(X, spec, mesh)
+        program = hlo.text(both(call(op)), x)
+        results = jax.jit(both(call(op)))(x)
+    assert hlo.collectives(program) == []
+    assert_same(results, alone(both(call(op)), X))
+    for r in results:
+        assert r.sharding.is_equivalent_to(x.sharding, 2)
+    if HAS_KERNELS:
+        calls = hlo.custom_calls(program)
+        assert {c.kind for c in calls} == {
+            f"jaxnorm_{'relu' if 'relu' in op else 'softmax'}_{part}" for part in ("fwd", "bwd")
+        }
+        local = (ROWS // blocks(mesh, spec[0]), COLUMNS)
+        assert all(c.arrays[0] == ("f32", local) for c in calls), calls
+
+
+@meshes
+@softmaxes
+@column_specs
+def test_split_rows(mesh, op, spec):
+    """Only all-reduces of per-row numbers: a maximum and a sum forward, a sum backward."""
+    with scope(mesh):
+        x = put(X, spec, mesh)
+        forward = hlo.text(call(op), x)
+        backward = hlo.text(gradient(call(op)), x)
+        results = jax.jit(both(call(op)))(x)
+    rows = ROWS // blocks(mesh, spec[0])
+    assert_only_small_all_reduces(forward, rows, 2)
+    assert_only_small_all_reduces(backward, rows, 3)
+    assert_same(results, alone(both(call(op)), X))
+    for r in results:
+        assert r.sharding.is_equivalent_to(x.sharding, 2)
+
+
+@meshes
+@pytest.mark.parametrize("op", ["relu", "add_relu"])
+@pytest.mark.parametrize(
+    ("columns", "spec"),
+    [(n, s) for n in (64, 40, 20) for s in COLUMN_SPECS if n % blocks(AUTO, s[1]) == 0],
+    ids=str,
+)
+def test_relu_with_split_last_axis(mesh, op, columns, spec):
+    """No collective where blocks hold whole bytes of the mask; right everywhere else too."""
+    x = rand((ROWS, columns), 6)
+    with scope(mesh):
+        sharded = put(x, spec, mesh)
+        program = hlo.text(both(call(op)), sharded)
+        results = jax.jit(both(call(op)))(sharded)
+    assert_same(results, alone(both(call(op)), x))
+    if columns % (8 * blocks(mesh, spec[1])) == 0:
+        assert hlo.collectives(program) == []
+
+
+@softmaxes
+@pytest.mark.parametrize("spec", [P("d", None, "m"), P("d", "m", None), P(None, "m", "d")], ids=str)
+def test_strided_axis(op, spec):
+    """Softmax along an axis in the middle."""
+    f = lambda x: getattr(jaxnorm, op)(x, axis=1)  # noqa: E731
+    x = put(BATCHED, spec, AUTO)
+    found = hlo.collectives(hlo.text(both(f), x))
+    if spec[1] is None:
+        assert found == []
+    else:
+        assert {c.kind for c in found} == {"all-reduce"}
+        per_row = 4 * BATCH * COLUMNS // blocks(AUTO, spec[0]) // blocks(AUTO, spec[2])
+        assert all(hlo.BYTES[t] * math.prod(s) <= per_row for c in found for t, s in c.arrays)
+    assert_same(jax.jit(both(f))(x), alone(both(f), BATCHED))
+
+
+# ---- vmap ----
+
+
+@meshes
+@ops
+@pytest.mark.parametrize(
+    "spec", [P("d", None, None), P(None, "d", None), P("m", "d", None)], ids=str
+)
+def test_vmap_rows(mesh, op, spec):
+    """Of the operation and of its gradient, and the gradient of the vmapped operation."""
+
+    def f(x):
+        mapped = jax.vmap(call(op))
+        return mapped(x), jax.vmap(gradient(call(op)))(x), gradient(mapped)(x)
+
+    with scope(mesh):
+        x = put(BATCHED, spec, mesh)
+        assert hlo.collectives(hlo.text(f, x)) == []
+        results = jax.jit(f)(x)
+    assert_same(results, alone(f, BATCHED))
+
+
+@meshes
+@softmaxes
+def test_vmap_split_rows(mesh, op):
+    def f(x):
+        return gradient(jax.vmap(call(op)))(x)
+
+    with scope(mesh):
+        x = put(BATCHED, P("d", None, "m"), mesh)
+        program, result = hlo.text(f, x), jax.jit(f)(x)
+    assert_only_small_all_reduces(program, BATCH // 4 * ROWS, 3)
+    assert_same(result, alone(f, BATCHED))
+
+
+@ops
+def test_vmap_over_the_last_axis(op):
+    """The mapped axis is the minor one, so that softmax runs along a middle axis."""
+    f = jax.vmap(call(op), in_axes=2, out_axes=2)
+    x = put(BATCHED, P("d", None, "m"), AUTO)
+    assert hlo.collectives(hlo.text(f, x)) == []
+    assert_same(jax.jit(gradient(f))(x), alone(gradient(f), BATCHED))
+
+
+# ---- operands that broadcast ----
+
+
+@meshes
+@softmaxes
+@pytest.mark.parametrize(
+    "spec", [P("d", None), P(("d", "m"), None), P("d", "m"), P(None, "m")], ids=str
+)
+@pytest.mark.parametrize("operands_sharded", [True, False])
+def test_where_and_bias(mesh, op, spec, operands_sharded):
+    """Masks of one row and of all rows, a bias of one column; sharded like x or on every device."""
+
+    def place(a):
+        entries = [e if n > 1 else None for e, n in zip(spec, a.shape, strict=True)]
+        return put(a, P(*entries) if operands_sharded else P(None, None), mesh)
+
+    def f(x, where, full, bias):
+        function = getattr(jaxnorm, op)
+
+        def total(x):
+            y = function(x, where=where, bias=bias, scale=0.5)
+            z = function(x, where=full)
+            return jnp.where(where, y, 0) + jnp.where(full, z, 0)
+
+        y, pullback = jax.vjp(total, x)
+        return y, pullback(jnp.cos(x))
+
+    operands = (WHERE, FULL_WHERE, BIAS)
+    with scope(mesh):
+        x, placed = put(X, spec, mesh), [place(a) for a in operands]
+        program, results = hlo.text(f, x, *placed), jax.jit(f)(x, *placed)
+    assert_same(results, alone(f, X, *operands))
+    if spec[1] is None:
+        assert hlo.collectives(program) == []
+    else:
+        assert_only_small_all_reduces(program, ROWS // blocks(mesh, spec[0]), 6)
+
+
+@softmaxes
+def test_gradient_of_shared_bias(op):
+    """The cotangent of a bias that all rows share is one all-reduce of its own size."""
+
+    def f(x, bias):
+        return jax.grad(lambda b: jnp.sum(jnp.sin(getattr(jaxnorm, op)(x, bias=b))))(bias)
+
+    x, bias = put(X, P("d", None), AUTO), put(W[:1], P(None, None), AUTO)
+    found = hlo.collectives(hlo.text(f, x, bias))
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert sum(c.bytes for c in found) == 4 * COLUMNS
+    assert_same(jax.jit(f)(x, bias), alone(f, X, W[:1]))
+
+
+# ---- inside programs ----
+
+
+@ops
+def test_between_matrix_products(op):
+    """Sharding propagates through the operation: no gather of activations."""
+    w = rand((COLUMNS, COLUMNS), 8)
+
+    def f(x, w):
+        return jnp.sum(jnp.sin(call(op)(x @ w)) @ w)
+
+    g = jax.grad(f, (0, 1))
+    x, wd = put(X, P("d", None), AUTO), put(w, P(None, None), AUTO)
+    found = hlo.collectives(hlo.text(g, x, wd))
+    assert {c.kind for c in found} <= {"all-reduce"}
+    assert sum(c.bytes for c in found) <= 2 * 4 * w.size  # the two weight gradients
+    assert_same(jax.jit(g)(x, wd), alone(g, X, w))
+
+
+@ops
+def test_scan_and_remat(op):
+    def f(x):
+        body = jax.checkpoint(lambda c, _: (jnp.sin(call(op)(c)), None))
+        return jax.grad(lambda x: jnp.sum(jax.lax.scan(body, x, None, length=3)[0]))(x)
+
+    x = put(X, P("d", None), AUTO)
+    assert hlo.collectives(hlo.text(f, x)) == []
+    assert_same(jax.jit(f)(x), alone(f, X))
+
+
+@ops
+def test_second_derivative(op):
+    g = gradient(lambda x: gradient(call(op))(x))
+    for spec in (P("d", None), P("d", "m")):
+        assert_same(jax.jit(g)(put(X, spec, AUTO)), alone(g, X))
+
+
+@ops
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_set_mesh(op, mesh):
+    """Only jax.set_mesh says where the program runs; the constraint is inside."""
+
+    def f(x):
+        if mesh is AUTO:
+            x = jax.lax.with_sharding_constraint(x, P("d", None))
+        else:
+            x = jax.sharding.reshard(x, P("d", None))
+        return both(call(op))(x)
+
+    with jax.set_mesh(mesh):
+        program, results = hlo.text(f, X), jax.jit(f)(X)
+        if mesh is EXPLICIT:
+            assert all(jax.typeof(r).sharding.spec == P("d", None) for r in results)
+    assert {c.kind for c in hlo.collectives(program)} <= set()
+    assert_same(results, alone(both(call(op)), X))
+
+
+@ops
+@row_specs
+def test_eager(op, spec):
+    """Without jit, and with the result's sharding."""
+    x = put(X, spec, AUTO)
+    y = call(op)(x)
+    assert y.sharding.is_equivalent_to(x.sharding, 2)
+    assert_same(y, alone(call(op), X))
+
+
+@ops
+def test_replicated_and_unsharded(op):
+    for sharding in (NamedSharding(AUTO, P(None, None)), CPUS[3]):
+        x = jax.device_put(X, sharding)
+        assert hlo.collectives(hlo.text(both(call(op)), x)) == []
+        assert_same(jax.jit(both(call(op)))(x), alone(both(call(op)), X))
+
+
+@ops
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_dtypes(op, dtype):
+    x = rand((ROWS, COLUMNS), 9, dtype)
+    expected = alone(both(call(op)), x)
+    for spec in (P("d", None), P("d", "m")):
+        results = jax.jit(both(call(op)))(put(x, spec, AUTO))
+        for got, want in zip(results, expected, strict=True):
+            assert got.dtype == dtype
+            tolerance = 64 * oracle.UNIT[dtype]
+            np.testing.assert_allclose(
+                oracle.f64(got), oracle.f64(want), rtol=tolerance, atol=tolerance
+            )
+
+
+@softmaxes
+def test_special_values_in_split_rows(op):
+    """A block whose part of the row is masked or -inf altogether."""
+    x = X.copy()
+    x[0, :32], x[1], x[2, 5], x[3, 40:] = -np.inf, -np.inf, np.nan, -np.inf
+    where = np.ones((ROWS, COLUMNS), bool)
+    where[4, :32] = where[5] = False
+
+    def f(x, where):
+        y, pullback = jax.vjp(lambda x: getattr(jaxnorm, op)(x, where=where), x)
+        return y, pullback(jnp.asarray(W))[0]
+
+    got = jax.jit(f)(put(x, P("d", "m"), AUTO), put(where, P("d", "m"), AUTO))
+    assert_same(got, alone(f, x, where))
+    expected = getattr(oracle, op)(x, where=where)
+    oracle.assert_close(got[0], expected, "float32", floor=16)
+    assert (np.asarray(got[1])[~where] == 0).all()
+
+
+# ---- shard_map ----
+
+
+@ops
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(op, check_vma):
+    """All axes manual: every device calls the kernel on its block."""
+
+    def mapped(x):
+        kw = {"mesh": AUTO, "in_specs": P("d", None), "out_specs": P("d", None)}
+        return jax.shard_map(call(op), **kw, check_vma=check_vma)(x)
+
+    x = put(X, P("d", None), AUTO)
+    program = hlo.text(mapped, x)
+    assert hlo.collectives(program) == []
+    if HAS_KERNELS and "softmax" in op:
+        (only,) = hlo.custom_calls(program)
+        assert only.arrays == (("f32", (ROWS // 4, COLUMNS)),)
+    assert_same(jax.jit(mapped)(x), alone(call(op), X))
+    assert_same(jax.jit(both(mapped))(x), alone(both(call(op)), X))
+    second = gradient(gradient(mapped))
+    assert_same(jax.jit(second)(x), alone(gradient(gradient(call(op))), X))
+
+
+@ops
+def test_gradient_inside_shard_map(op):
+    """The gradient of an operand that all devices share is summed over them."""
+
+    def local(x, b):
+        return jax.grad(lambda b: jnp.sum(jnp.sin(call(op)(x + b))))(b)
+
+    mapped = jax.shard_map(local, mesh=AUTO, in_specs=(P("d", None), P()), out_specs=P())
+    b = W[:1]
+    assert_same(jax.jit(mapped)(X, b), alone(local, X, b))
+
+
+@softmaxes
+def test_operands_of_different_variance(op):
+    """`where` and `bias` that every device has, next to an x that differs."""
+
+    def local(x, where, bias):
+        y = getattr(jaxnorm, op)(x, where=where, bias=bias)
+        return jnp.where(where, y, 0)
+
+    specs = (P("d", None), P(), P())
+    mapped = jax.shard_map(local, mesh=AUTO, in_specs=specs, out_specs=P("d", None))
+    args = (X, WHERE, W[:1])
+    assert_same(jax.jit(mapped)(*args), alone(local, *args))
+    f, g = (
+        lambda x, bias, h=h: jax.grad(lambda x, b: jnp.sum(jnp.sin(h(x, WHERE, b))), (0, 1))(
+            x, bias
+        )
+        for h in (mapped, local)
+    )
+    assert_same(jax.jit(f)(X, W[:1]), alone(g, X, W[:1]))
+
+
+def test_shard_map_with_some_axes_manual():
+    """Runs in a process of its own: XLA aborts when a partitioned call appears here."""
+    results = processes.run("partial_manual", env=processes.eight_devices())
+    assert results["checked"] == [f"{op} {spec}" for op in OPS for spec in ("d,None", "d,m")]
+
+
+# ---- processes ----
+
+
+@pytest.mark.parametrize("program", ["single", "sharded", "shard_map"])
+def test_persistent_cache(program, tmp_path):
+    """A second process compiles nothing."""
+    env = {
+        **processes.eight_devices(),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    if program == "sharded":  # documented: the partitioner is identified by its address otherwise
+        env["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "1"
+    first = processes.run("cache", program, env=env)
+    second = processes.run("cache", program, env=env)
+    assert first["hits"] == 0
+    assert first["misses"] > 0
+    assert second["misses"] == 0
+    assert second["hits"] == first["misses"]
+    assert second["result"] == first["result"]
+
+
+def test_two_processes():
+    """jax.distributed over CPU: results equal to those of one process."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    running = [processes.start("distributed", rank, port, env=env) for rank in range(2)]
+    try:
+        results = [processes.finish(p) for p in running]
+    finally:
+        for p in running:
+            p.kill()
+    for r in results:
+        assert r["processes"] == 2
+        assert r["devices"] == 4
+        assert sorted(r["errors"]) == sorted(OPS)
+        assert all(error < 1e-5 for error in r["errors"].values()), r["errors"]
+
+
+def test_collectives_are_found():
+    """The parser sees what it must: a gather, and a reduction with its size."""
+    x = put(X, P("d", None), AUTO)
+    gathered = hlo.text(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(AUTO, P())), x)
+    assert {c.kind for c in hlo.collectives(gathered)} == {"all-gather"}
+    (total,) = hlo.collectives(hlo.text(lambda x: jnp.sum(x, 0), x))
+    assert (total.kind, total.bytes) == ("all-reduce", 4 * COLUMNS)
+    assert suite.jaxnorm_primitives(call("softmax"), X) == {"jaxnorm_softmax_fwd": 1}

@@ -1,0 +1,508 @@
+"""softmax and log_softmax against the float64 oracle: shapes, special values, gradients."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import DTYPES
+
+import jaxnorm
+
+OPS = ("softmax", "log_softmax")
+ops = pytest.mark.parametrize("op", OPS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def jn(op):
+    return getattr(jaxnorm, op)
+
+
+def nn(op):
+    return getattr(jax.nn, op)
+
+
+def rand(shape, dtype="float32", seed=0, scale=3.0, offset=0.0):
+    values = np.random.default_rng(seed).standard_normal(shape) * scale + offset
+    return jnp.asarray(values.astype(np.dtype(dtype)))
+
+
+def forward(op, x, axis=-1, **operands):
+    return getattr(oracle, op)(x, axis, **operands)
+
+
+def value_and_vjp(function):
+    """Jitted (x, ct) -> (y, cotangent of x)."""
+
+    @jax.jit
+    def run(x, ct):
+        y, pullback = jax.vjp(function, x)
+        return y, pullback(ct)[0]
+
+    return run
+
+
+def check(op, x, axis=-1, seed=5):
+    """Result and gradient against the oracle, errors next to XLA's."""
+    dtype = x.dtype.name
+    ct = rand(x.shape, dtype, seed, 1.0)
+    y, x_bar = value_and_vjp(lambda x: jn(op)(x, axis))(x, ct)
+    y_xla, x_bar_xla = value_and_vjp(lambda x: nn(op)(x, axis))(x, ct)
+    expected = forward(op, x, axis)
+    # Probabilities are judged one by one; logarithms, which are 0 where one is 1, by their mean.
+    size = np.abs(expected) if op == "softmax" else None
+    oracle.assert_close(y, expected, dtype, y_xla, size=size)
+    check_vjp(op, x_bar, x, ct, axis, xla=x_bar_xla)
+
+
+def check_vjp(op, x_bar, x, ct, axis=-1, xla=None, floor=16.0, **operands):
+    operands["log"] = op == "log_softmax"
+    expected = oracle.softmax_vjp(x, ct, axis, **operands)[0]
+    size = oracle.softmax_vjp_size(x, ct, axis, **operands)
+    oracle.assert_close(x_bar, expected, x.dtype.name, xla, floor, size)
+
+
+# ---- row lengths ----
+
+# Every length at which a kernel changes what it does (vector, warp, block, cluster, streaming), and
+# both neighbours.
+COLUMNS = (
+    *(1, 2, 7, 8, 9, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025),
+    *(4095, 4096, 4097, 8191, 8192, 8193, 16384, 32767, 32768, 32769, 65537, 131073),
+)
+
+
+@ops
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_columns_float32(op, columns):
+    check(op, rand((5 if columns < 10000 else 2, columns)))
+
+
+@ops
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 33, 129, 1025, 4097, 32769])
+def test_columns(op, dtype, columns):
+    check(op, rand((3, columns), dtype))
+
+
+@ops
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_million_columns(op, dtype):
+    check(op, rand((2, 1 << 20), dtype))
+
+
+@ops
+def test_many_rows(op):
+    """More rows than any grid or thread pool has workers."""
+    check(op, rand((70001, 3)))
+
+
+@dtypes
+@ops
+def test_oracle_agrees_with_jax(op, dtype):
+    """The oracle itself is right: XLA in float64 gives the same."""
+    x = rand((4, 33), "float64")
+    oracle.assert_close(nn(op)(x), forward(op, x), "float64", floor=64)
+    assert jn(op)(x.astype(dtype)).dtype == nn(op)(x.astype(dtype)).dtype
+
+
+# ---- shapes and axes ----
+
+
+@ops
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, (0, 1), (1, 2), (0, 2), (2, 0), (0, 1, 2), None])
+def test_axes(op, axis):
+    check(op, rand((5, 6, 7)), axis)
+
+
+@ops
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 4, 5, 2)])
+def test_each_axis(op, shape):
+    for axis in range(-len(shape), len(shape)):
+        check(op, rand(shape), axis)
+
+
+@ops
+@pytest.mark.parametrize("inner", [1, 2, 7, 8, 15, 17, 31, 33, 65, 129])
+def test_strided_axis(op, inner):
+    """Along an axis that is not the last one; inner sizes around every vector and tile width."""
+    check(op, rand((3, 37, inner)), 1)
+
+
+@ops
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("inner", [7, 33])
+def test_strided_axis_dtypes(op, dtype, inner):
+    check(op, rand((3, 37, inner), dtype), 1)
+
+
+@ops
+@pytest.mark.parametrize("columns", [1025, 9000])
+def test_long_strided_axis(op, columns):
+    check(op, rand((2, columns, 5)), 1)
+
+
+@ops
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (2, 0, 3), (0, 0)])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_empty(op, shape, axis):
+    x = jnp.zeros(shape)
+    y, x_bar = value_and_vjp(lambda x: jn(op)(x, axis))(x, x)
+    assert y.shape == x_bar.shape == nn(op)(x, axis).shape == shape
+
+
+@ops
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (5, 1), (1, 5), (1, 5, 1)])
+def test_size_one(op, shape):
+    for axis in range(len(shape)):
+        check(op, rand(shape), axis)
+
+
+@ops
+def test_no_axes(op):
+    """The empty tuple reduces nothing: every element is a row of its own, as in jax.nn."""
+    x = rand((3, 4))
+    y, x_bar = value_and_vjp(lambda x: jn(op)(x, ()))(x, x)
+    np.testing.assert_array_equal(y, nn(op)(x, ()))
+    np.testing.assert_array_equal(x_bar, 0)
+
+
+@ops
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [33, 1025])
+def test_misaligned_base(op, dtype, columns):
+    """A slice inside jit starts in the middle of a vector; so do odd rows."""
+    base = rand((7, columns), dtype)
+    ct = rand((6, columns), dtype, 3)
+
+    @jax.jit
+    def run(base, ct):
+        y, pullback = jax.vjp(jn(op), base[1:])
+        return y, pullback(ct)[0]
+
+    y, x_bar = run(base, ct)
+    x = base[1:]
+    oracle.assert_close(y, forward(op, x), dtype, nn(op)(x))
+    check_vjp(op, x_bar, x, ct)
+
+
+@ops
+@pytest.mark.parametrize("name", ["where", "scale", "bias"])
+def test_operands_are_arguments_of_jit_and_vmap(op, name):
+    """Operands are arrays that the program computes, not only constants."""
+    x, operand = rand((4, 5)), _operand(name, (4, 1, 5))
+    mapped = jax.vmap(lambda x, operand: jn(op)(x, **{name: operand}))(x, operand[:, 0])
+    traced = jax.jit(lambda x, operand: jn(op)(x, **{name: operand}))(x, operand[:, 0])
+    for y in (mapped, traced):
+        oracle.assert_close(y, forward(op, x, **{name: operand[:, 0]}), "float32", floor=16)
+
+
+@ops
+def test_numpy_operands(op):
+    """NumPy arrays are arrays too."""
+    x, where = np.float32([[1, 2, 3]]), np.array([True, False, True])
+    oracle.assert_close(jn(op)(x, where=where), forward(op, x, where=where), "float32")
+
+
+# ---- broadcast operands ----
+
+FULL = (2, 3, 5)
+# Every way in which dimensions can be missing or of size 1.
+SMALLER = [
+    tuple(n if keep else 1 for n, keep in zip(FULL[start:], kept, strict=True))
+    for start in range(4)
+    for kept in itertools.product((True, False), repeat=3 - start)
+]
+
+
+def _operand(name, shape):
+    rng = np.random.default_rng(len(shape) * 31 + sum(shape))
+    if name == "where":
+        return jnp.asarray(rng.random(shape) < 0.6)
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+
+
+@ops
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("name", ["where", "scale", "bias"])
+def test_broadcast_operand(op, name, axis):
+    """All 15 broadcastable shapes: value, and cotangents of x and of the operand."""
+    x, ct = rand(FULL), rand(FULL, seed=1)
+    for shape in SMALLER:
+        operand = _operand(name, shape)
+        y = jn(op)(x, axis, **{name: operand})
+        oracle.assert_close(y, forward(op, x, axis, **{name: operand}), "float32", floor=16)
+        if name == "where":
+            _, pullback = jax.vjp(lambda x, operand=operand: jn(op)(x, axis, where=operand), x)
+            check_vjp(op, pullback(ct)[0], x, ct, axis, where=operand)
+            continue
+        _, pullback = jax.vjp(lambda x, o: jn(op)(x, axis, **{name: o}), x, operand)
+        x_bar, o_bar = pullback(ct)
+        check_vjp(op, x_bar, x, ct, axis, **{name: operand})
+        assert o_bar.shape == shape
+        # bias shared by whole rows has no effect: its cotangent is a sum that cancels.
+        size = float(np.abs(oracle.f64(ct)).sum()) / max(o_bar.size, 1)
+        expected = oracle.softmax_vjp(x, ct, axis, log=op == "log_softmax", **{name: operand})
+        wanted = expected[1] if name == "scale" else expected[2]
+        np.testing.assert_allclose(o_bar, wanted, rtol=1e-4, atol=2e-6 * size)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("axis", [1, -1])
+@ops
+def test_all_operands_together(op, axis, dtype):
+    """where, scale and bias of different broadcast shapes in one call, as attention uses them."""
+    shape = (2, 3, 5, 17)
+    x, ct = rand(shape, dtype), rand(shape, dtype, 9)
+    where = _operand("where", (2, 1, 1, 17))
+    scale, bias = rand((3, 1, 1), dtype, 1), rand((1, 3, 5, 1), dtype, 2)
+    kw = {"where": where, "scale": scale, "bias": bias}
+    y, pullback = jax.vjp(lambda x: jn(op)(x, axis, **kw), x)
+    oracle.assert_close(y, forward(op, x, axis, **kw), dtype)
+    check_vjp(op, pullback(ct)[0], x, ct, axis, floor=32, **kw)
+
+
+@ops
+@pytest.mark.parametrize("scale", [0.125, 2, -1.5, 0.0])
+def test_python_scale(op, scale):
+    x, ct = rand((4, 33)), rand((4, 33), seed=1)
+    y, pullback = jax.vjp(lambda x: jn(op)(x, scale=scale), x)
+    oracle.assert_close(y, forward(op, x, scale=scale), "float32")
+    check_vjp(op, pullback(ct)[0], x, ct, scale=scale)
+
+
+@ops
+def test_many_broadcast_dimensions(op):
+    """An operand that is broadcast in every other one of many dimensions."""
+    shape = (2, 2, 2, 2, 2, 2, 2, 2, 3)
+    x, where = rand(shape), _operand("where", (2, 1, 2, 1, 2, 1, 2, 1, 3))
+    y = jax.jit(lambda x: jn(op)(x, where=where))(x)
+    oracle.assert_close(y, forward(op, x, where=where), "float32")
+
+
+@ops
+def test_rank_beyond_the_kernels_limit(op):
+    """No kernel indexes alternating broadcasts in 19 dimensions; the result is right anyway."""
+    shape = (2,) * 18 + (3,)
+    x = rand(shape, scale=1.0)
+    where = _operand("where", (2, 1) * 9 + (3,))
+    y = jax.jit(lambda x: jn(op)(x, where=where))(x)
+    oracle.assert_close(y, forward(op, x, where=where), "float32")
+
+
+def test_operand_dtypes_promote_as_in_jax_numpy():
+    x, bias = rand((3, 5), "bfloat16"), rand((5,), "float32", 1)
+    with jax.numpy_dtype_promotion("standard"):
+        y = jaxnorm.softmax(x, bias=bias)
+        assert y.dtype == (x + bias).dtype == jnp.float32
+    oracle.assert_close(y, oracle.softmax(x, bias=bias), "float32")
+
+
+# ---- special values ----
+
+inf, nan = np.inf, np.nan
+SPECIAL = {
+    "some -inf": [[1, -inf, 3, -inf], [0, 0, 0, 0]],
+    "all -inf": [[-inf] * 4, [0, 1, 2, 3]],
+    "+inf": [[1, inf, 2, 3], [0, 1, 2, 3]],
+    "two +inf": [[inf, inf, 2, 3], [0, 1, 2, 3]],
+    "+inf and -inf": [[inf, -inf, 2, 3], [0, 1, 2, 3]],
+    "NaN": [[1, nan, 2, 3], [0, 1, 2, 3]],
+    "NaN and inf": [[inf, nan, -inf, 3], [-inf, 1, 2, 3]],
+    "one finite": [[-inf, -inf, 2, -inf], [0, 1, 2, 3]],
+    "zeros": [[-0.0, 0.0, -0.0, 0.0], [-0.0] * 4],
+    "equal": [[7.0] * 4, [-7.0] * 4],
+    "far apart": [[-60000.0, 60000.0, 0, 1], [60000.0] * 4],
+}
+
+
+def special(name, dtype, columns):
+    """The rows of SPECIAL at the end of rows that are otherwise ordinary, where tails see them."""
+    x = np.zeros((2, columns)) - 1.0
+    if name in ("all -inf", "equal", "zeros"):
+        x[:] = np.array(SPECIAL[name])[:, :1]
+    x[:, -4:] = SPECIAL[name]
+    return jnp.asarray(x.astype(np.dtype(dtype)))
+
+
+@ops
+@dtypes
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_values(op, dtype, name):
+    """The oracle's numbers and the NaN and inf of jax.nn, in both directions."""
+    for columns, axis in ((4, -1), (37, -1), (37, 0), (1029, -1)):
+        x = special(name, dtype, columns)
+        if axis == 0:
+            x = x.T
+        y, pullback = jax.vjp(lambda x, axis=axis: jn(op)(x, axis), x)
+        y_xla = nn(op)(x, axis)
+        oracle.assert_close(y, forward(op, x, axis), dtype, y_xla, floor=32)
+        oracle.assert_same_pattern(y, y_xla)
+        ct = rand(x.shape, dtype, 3)
+        check_vjp(op, pullback(ct)[0], x, ct, axis, floor=64)
+
+
+@ops
+@dtypes
+def test_nan_stays_in_its_row(op, dtype):
+    x = np.ones((6, 40))
+    x[2, 7] = nan
+    y = np.asarray(jn(op)(jnp.asarray(x.astype(np.dtype(dtype))))).astype(float)
+    assert np.isnan(y[2]).all()
+    assert np.isfinite(np.delete(y, 2, 0)).all()
+
+
+@ops
+@pytest.mark.parametrize(
+    ("dtype", "offset"),
+    [("bfloat16", 1e4), ("float16", 1e4), ("float32", 1e4), ("float32", 1e6), ("float64", 1e12)],
+)
+def test_offset(op, dtype, offset):
+    """A common offset changes nothing but the rounding of x."""
+    check(op, rand((4, 1000), dtype, offset=offset))
+    check(op, rand((4, 1000), dtype, offset=-offset))
+
+
+@ops
+@dtypes
+def test_wide_range(op, dtype):
+    """Logits so far apart that most results underflow."""
+    check(op, rand((4, 257), dtype, scale=40.0))
+
+
+@ops
+@dtypes
+def test_subnormal(op, dtype):
+    """Inputs below the smallest normal number count as 0 at most; nothing becomes NaN."""
+    x = jnp.full((2, 9), oracle.TINY[dtype] / 4, dtype)
+    oracle.assert_close(jn(op)(x), forward(op, x), dtype)
+
+
+# ---- where ----
+
+
+def garbage(shape, where, dtype, seed=0):
+    """Numbers where the mask is true, NaN and infinities elsewhere."""
+    rng = np.random.default_rng(seed)
+    bad = rng.choice([nan, inf, -inf, 1e30], shape)
+    good = rng.standard_normal(shape)
+    with np.errstate(over="ignore"):
+        return jnp.asarray(np.where(where, good, bad).astype(np.dtype(dtype)))
+
+
+@ops
+@dtypes
+@pytest.mark.parametrize(("columns", "axis"), [(9, -1), (9, 0), (1025, -1)])
+def test_garbage_at_masked_places(op, dtype, columns, axis):
+    """What x, bias and the cotangent hold there never matters; gradients there are exactly 0."""
+    shape = (4, columns)
+    where = np.random.default_rng(4).random(shape) < 0.5
+    where[:2, :2] = True
+    where[3] = False
+    x, bias, ct = (garbage(shape, where, dtype, seed) for seed in range(3))
+    clean_x, clean_bias, clean_ct = (jnp.where(where, a, 0) for a in (x, bias, ct))
+
+    def f(x, bias):
+        return jn(op)(x, axis, where=where, bias=bias)
+
+    y, pullback = jax.vjp(f, x, bias)
+    y_clean = f(clean_x, clean_bias)
+    np.testing.assert_array_equal(oracle.f64(y), oracle.f64(y_clean))
+    masked_value = 0.0 if op == "softmax" else -inf
+    assert (oracle.f64(y)[~where] == masked_value).all()
+    for got in pullback(ct):  # x and bias are added: their cotangents are the same
+        check_vjp(op, got, clean_x, clean_ct, axis, where=where, bias=clean_bias)
+        assert (oracle.f64(got)[~where] == 0).all()
+    _, y_dot = jax.jvp(f, (x, bias), (ct, jnp.zeros_like(bias)))
+    assert (oracle.f64(y_dot)[~where] == 0).all()
+    assert np.isfinite(oracle.f64(y_dot)[where]).all()
+
+
+@ops
+@dtypes
+def test_all_masked_rows(op, dtype):
+    """As in jax.nn: 0 (or -inf for the logarithm), and a gradient of 0."""
+    x, where = rand((3, 17), dtype), np.ones((3, 17), bool)
+    where[1] = False
+    y, pullback = jax.vjp(lambda x: jn(op)(x, where=where), x)
+    expected = nn(op)(x.astype(jnp.float64), where=where)
+    oracle.assert_close(y, expected, dtype)
+    x_bar = oracle.f64(pullback(rand(x.shape, dtype, 1))[0])
+    assert (x_bar[1] == 0).all()
+    assert np.isfinite(x_bar).all()
+
+
+@ops
+def test_second_derivative_with_mask_is_finite(op):
+    """Also when the masked places hold garbage."""
+    where = np.array([[True, True, False], [False, False, False]])
+    x = garbage((2, 3), where, "float64")
+
+    def total(x):
+        y = jn(op)(x, where=where)
+        return jnp.sum(jnp.where(where, y, 0) ** 2)
+
+    h = np.asarray(jax.hessian(total)(x))
+    clean = np.where(where, x, 0.0)
+
+    def reference(x):
+        y = nn(op)(x, where=where)
+        return jnp.sum(jnp.where(where, y, 0) ** 2)
+
+    expected = np.asarray(jax.hessian(reference)(clean))[0, :2, 0, :2]
+    np.testing.assert_allclose(h[0, :2, 0, :2], expected, rtol=1e-12)
+    assert (h[1] == 0).all()
+    assert (h[0, 2] == 0).all()
+
+
+@ops
+@pytest.mark.parametrize("where", [True, False])
+def test_scalar_where(op, where):
+    x = rand((2, 5))
+    np.testing.assert_allclose(
+        jn(op)(x, where=jnp.asarray(where)), nn(op)(x, where=jnp.asarray(where)), rtol=1e-6
+    )
+
+
+# ---- accuracy and determinism ----
+
+
+@ops
+@dtypes
+@pytest.mark.parametrize("columns", [100, 4096])
+def test_no_less_accurate_than_xla(op, dtype, columns):
+    """Error against float64 at most twice XLA's, each element relative to its own row."""
+    for scale, offset in ((1.0, 0.0), (10.0, 0.0), (3.0, 300.0)):
+        x = rand((16, columns), dtype, scale=scale, offset=offset)
+        y, y_xla = jax.jit(jn(op))(x), jax.jit(nn(op))(x)
+        oracle.assert_close(y, forward(op, x), dtype, y_xla, floor=1.5)
+
+
+@ops
+def test_same_bits_every_time(op):
+    x = rand((64, 1025))
+    f = value_and_vjp(jn(op))
+    first, again = f(x, x), f(x, x)
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@ops
+def test_row_does_not_depend_on_its_neighbours(op):
+    """A row has the same bits alone, in a batch, and at another place of the batch."""
+    x = rand((9, 333))
+    whole = np.asarray(jn(op)(x))
+    np.testing.assert_array_equal(jn(op)(x[4:5])[0], whole[4])
+    np.testing.assert_array_equal(jn(op)(x[::-1])[::-1], whole)
+
+
+@ops
+def test_implementations_agree(op):
+    x = rand((4, 129))
+    for implementation in (None, "kernel", "xla"):
+        if implementation == "kernel" and not jaxnorm.status().modules[0].available:
+            continue  # tests/test_errors.py: it is refused then
+        y = jn(op)(x, implementation=implementation)
+        oracle.assert_close(y, forward(op, x), "float32", nn(op)(x))

@@ -1,0 +1,271 @@
+"""Every operation under every transformation of JAX; what its gradient consists of and keeps."""
+
+import contextlib
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import suite
+from jax.ad_checkpoint import print_saved_residuals
+from jax.test_util import check_grads
+from suite import OPS, TRANSFORMATIONS
+
+import jaxnorm
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_op_and_dtype = pytest.mark.parametrize(
+    ("op", "dtype"), [(op.name, dtype) for op in OPS.values() for dtype in op.dtypes]
+)
+
+# Rounding units, relative to the largest element, by order of the derivative: forward results are
+# rounded before they meet backward, and each derivative adds up more of them.
+FLOOR = {0: 8, 1: 16, 2: 64, 3: 256}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@each_op_and_dtype
+def test_transformation(op, dtype, name):
+    actual, expected = suite.results(op, name, dtype)
+    # 16 bits have none to spare: there, what is rounded once too often shows.
+    floor = FLOOR[TRANSFORMATIONS[name].order] * (1 if dtype in ("float32", "float64") else 0.5)
+    for got, want in zip(actual, expected, strict=True):
+        oracle.assert_close(got, want, dtype, floor=floor, size=np.max(np.abs(want)))
+
+
+@each_op
+@pytest.mark.parametrize("modes", ["fwd", "rev"])
+def test_check_grads(op, modes):
+    """Derivatives up to the third against finite differences."""
+    args = OPS[op].arguments("float64")
+    check_grads(OPS[op].function, args, order=3, modes=[modes], atol=1e-4, rtol=1e-4)
+
+
+# ---- structure ----
+
+
+@each_op_and_dtype
+def test_gradient_is_one_forward_and_one_backward_call(op, dtype):
+    spec = OPS[op]
+    args = spec.arguments(dtype)
+
+    def total(*args):
+        return jnp.sum(suite.weights(spec.shapes[0], dtype) * spec.function(*args))
+
+    every = {spec.forward: 1, spec.backward: 1}
+    for argnums in [*range(len(args)), tuple(range(len(args)))]:
+        assert suite.jaxnorm_primitives(jax.grad(total, argnums), *args) == every
+    _, pullback = jax.vjp(spec.function, *args)
+    assert suite.jaxnorm_primitives(pullback, spec.function(*args)) == {spec.backward: 1}
+    tangents = suite.like(args)
+    forward = suite.jaxnorm_primitives(lambda *a: jax.jvp(spec.function, a, tangents), *args)
+    assert forward == every
+
+
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if op.residuals is not None])
+def test_residuals(op):
+    """Softmax keeps its result, relu one bit per element, and nothing else."""
+    spec = OPS[op]
+    for dtype in spec.dtypes:
+        _, pullback = jax.vjp(spec.function, *spec.arguments(dtype))
+        kept = [(a.shape, a.dtype.name) for a in jax.tree.leaves(pullback)]
+        assert kept == [(shape, dtype if d == "=" else d) for shape, d in spec.residuals]
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_residuals_with_mask(op):
+    """The result and the mask, at the mask's own size; bias adds nothing."""
+    x, where, bias = jnp.ones((4, 6)), jnp.ones((1, 6), bool), jnp.ones((4, 1))
+    f = getattr(jaxnorm, op)
+    _, pullback = jax.vjp(lambda x, where, bias: f(x, where=where, bias=bias), x, where, bias)
+    kept = sorted((a.dtype.name, a.shape) for a in jax.tree.leaves(pullback))
+    assert kept == [("bool", (1, 6)), ("float64", (4, 6))]
+
+
+@pytest.mark.parametrize("op", ["relu", "add_relu"])
+def test_no_mask_without_derivative(op):
+    """Forward alone is the plain formula, without a mask, which XLA fuses with its neighbours."""
+    args = OPS[op].arguments("float32")
+    assert suite.jaxnorm_primitives(OPS[op].function, *args) == {"jaxnorm_relu": 1}
+    assert "u8[" not in str(jax.make_jaxpr(OPS[op].function)(*args))
+    text = jax.jit(OPS[op].function).lower(*args).as_text()
+    assert "custom_call" not in text
+
+
+@each_op
+def test_undifferentiated_softmax_has_no_backward(op):
+    args = OPS[op].arguments("float32")
+    names = suite.jaxnorm_primitives(OPS[op].function, *args)
+    assert OPS[op].backward not in names
+    assert sum(names.values()) == 1
+
+
+def test_unused_gradient_costs_nothing():
+    """No second backward call for arguments that share a cotangent, and none for constants."""
+    x, bias = jnp.ones((3, 4)), jnp.ones((3, 4))
+
+    def f(x, bias):
+        return jnp.sum(jaxnorm.softmax(x, bias=bias) ** 2)
+
+    both = suite.jaxnorm_primitives(jax.grad(f, (0, 1)), x, bias)
+    assert both == {"jaxnorm_softmax_fwd": 1, "jaxnorm_softmax_bwd": 1}
+    none = suite.jaxnorm_primitives(jax.grad(lambda z: f(x, bias) * z), 2.0)
+    assert none == {"jaxnorm_softmax_fwd": 1}
+
+
+# ---- checkpoint policies ----
+
+
+def _saved(function, *args):
+    """Lines of print_saved_residuals that are not arguments."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        print_saved_residuals(function, *args)
+    lines = out.getvalue().splitlines()
+    return [line for line in lines if "from the argument" not in line and "constant" not in line]
+
+
+@each_op
+@pytest.mark.parametrize("save", [True, False])
+def test_checkpoint_policy(op, save):
+    """A policy that names the residual keeps exactly it, and forward is not run again."""
+    spec = OPS[op]
+    args = spec.arguments("float32")
+    names = [spec.checkpoint_name] if save else ["something_else"]
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def total(*args):
+        return jnp.sum(jnp.sin(spec.function(*(jnp.sin(a) for a in args))))
+
+    checked = jax.checkpoint(total, policy=policy)
+    saved = _saved(checked, *args)
+    assert len(saved) == (1 if save else 0), saved
+    if save:
+        assert spec.checkpoint_name in saved[0]
+        if spec.residuals is not None:
+            ((shape, dtype),) = spec.residuals
+            short = {"=": "f32", "uint8": "u8"}[dtype]
+            assert saved[0].startswith(f"{short}[{','.join(map(str, shape))}]"), saved
+    runs = suite.jaxnorm_primitives(jax.grad(checked), *args)
+    # sin(relu(..)) needs relu's result too, which only another forward run gives back.
+    again = not save or spec.checkpoint_name == "jaxnorm_relu_mask"
+    assert runs[spec.backward] == 1
+    assert runs.get(spec.forward, 0) + runs.get("jaxnorm_relu", 0) == (2 if again else 1)
+    got = jax.grad(checked)(*args)
+    np.testing.assert_allclose(got, jax.grad(total)(*args), rtol=1e-5, atol=1e-6)
+
+
+# ---- buffers, dtypes and settings ----
+
+
+@each_op_and_dtype
+def test_donated_buffers(op, dtype):
+    """The result may be written over the input."""
+    spec = OPS[op]
+    args = spec.arguments(dtype)
+    expected = np.asarray(spec.function(*args))
+    expected_bar = np.asarray(jax.grad(lambda *a: jnp.sum(spec.function(*a) ** 2))(*args))
+    donated = [jnp.array(a) for a in args]
+    y = jax.jit(spec.function, donate_argnums=0)(*donated)
+    assert donated[0].is_deleted()
+    np.testing.assert_array_equal(y, expected)
+    donated = [jnp.array(a) for a in args]
+    gradient = jax.jit(jax.grad(lambda *a: jnp.sum(spec.function(*a) ** 2)), donate_argnums=0)
+    got, wanted = oracle.f64(gradient(*donated)), oracle.f64(expected_bar)
+    np.testing.assert_allclose(
+        got, wanted, rtol=16 * oracle.UNIT[dtype], atol=16 * oracle.UNIT[dtype]
+    )
+
+
+@each_op
+def test_aliased_arguments(op):
+    """The same array for every argument, and as its own cotangent."""
+    if len(set(OPS[op].shapes)) > 1:
+        args = [jnp.full(s, 0.5) for s in OPS[op].shapes]
+    else:
+        (x, *_) = OPS[op].arguments("float64")
+        args = [x] * len(OPS[op].shapes)
+
+    def both(f):
+        def run(*args):
+            y, pullback = jax.vjp(f, *args)
+            return y, pullback(args[0]), args[0]
+
+        return jax.jit(run)(*args)
+
+    for got, want in zip(
+        jax.tree.leaves(both(OPS[op].function)),
+        jax.tree.leaves(both(OPS[op].reference)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-14)
+
+
+@each_op
+def test_input_survives(op):
+    """Without donation no input is written to."""
+    args = OPS[op].arguments("float32")
+    before = [np.array(a) for a in args]
+    jax.block_until_ready(jax.jit(jax.grad(lambda *a: jnp.sum(OPS[op].function(*a))))(*args))
+    for a, b in zip(args, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@each_op_and_dtype
+@pytest.mark.parametrize("x64", [True, False])
+def test_dtypes_are_kept(op, dtype, x64):
+    """Results, gradients and tangents have the dtype of the input, with x64 on and off."""
+    if dtype == "float64" and not x64:
+        pytest.skip("there is no float64 without x64")
+    spec = OPS[op]
+    with jax.enable_x64(x64):
+        args = spec.arguments(dtype)
+        argnums = tuple(range(len(args)))
+
+        def run(*args):
+            gradient = jax.grad(lambda *a: jnp.sum(spec.function(*a) ** 2), argnums)
+            return jax.jvp(spec.function, args, args), gradient(*args), jax.jacfwd(gradient)(*args)
+
+        for a in jax.tree.leaves(jax.eval_shape(run, *args)):
+            assert a.dtype == dtype
+            assert not a.weak_type
+        assert spec.function(*args).dtype == dtype
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+def test_float0(op):
+    """Integer and boolean arguments next to floating-point ones have float0 tangents."""
+    spec = OPS[op]
+    args = spec.arguments("float32")
+
+    def f(x, n, mask):
+        x = jnp.where(mask, x, 0) * n.astype(x.dtype)
+        if "softmax" in op:
+            return spec.function(x)
+        return spec.function(x, *args[1:])
+
+    n, mask = jnp.int32(3), jnp.ones(args[0].shape, bool)
+    zero, zeros = np.zeros((), jax.dtypes.float0), np.zeros(mask.shape, jax.dtypes.float0)
+    _, tangent = jax.jvp(f, (args[0], n, mask), (args[0], zero, zeros))
+    x_bar, n_bar, mask_bar = jax.vjp(f, args[0], n, mask)[1](tangent)
+    assert n_bar.dtype == mask_bar.dtype == jax.dtypes.float0
+    assert x_bar.shape == args[0].shape
+    if "softmax" in op:
+        g = getattr(jaxnorm, op)
+        _, t = jax.jvp(lambda x, where: g(x, where=where), (args[0], mask), (args[0], zeros))
+        bars = jax.vjp(lambda x, where: g(x, where=where), args[0], mask)[1](t)
+        assert bars[1].dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+def test_python_scalars_do_not_promote(op):
+    """Numbers from Python have weak types, and leave x its dtype, also under strict promotion."""
+    x = jnp.ones((2, 3), "bfloat16")
+    function = getattr(jaxnorm, op)
+    for y in (function(x, 1.0),) if op == "add_relu" else (function(x * 2.0),):
+        assert y.dtype == jnp.bfloat16
+    if "softmax" in op:
+        assert function(x, scale=2.0).dtype == jnp.bfloat16
+        assert function(x, bias=1.0).dtype == jnp.bfloat16

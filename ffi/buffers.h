@@ -10,17 +10,17 @@
 
 // Returns ffi::Error naming the expression that failed. Python checks the same things first, with friendlier words;
 // this guards deserialised programs and direct ffi_call users.
-#define JAXNORM_CHECK(condition)                                                        \
-  do {                                                                                  \
-    if (!(condition)) {                                                                 \
-      return ::jaxnorm::ffi::Error::InvalidArgument(                                    \
-          std::string("jaxnorm: ") + __func__ + ": check failed: " #condition);        \
-    }                                                                                   \
+#define JAXNORM_CHECK(condition)                                                          \
+  do {                                                                                    \
+    if (!(condition)) {                                                                   \
+      return ::jaxnorm::ffi::Error::InvalidArgument(std::string("jaxnorm: ") + __func__ + \
+                                                    ": check failed: " #condition);       \
+    }                                                                                     \
   } while (false)
 
-#define JAXNORM_RETURN_IF_ERROR(expression)                                             \
-  do {                                                                                  \
-    if (::jaxnorm::ffi::Error error_ = (expression); error_.failure()) return error_;   \
+#define JAXNORM_RETURN_IF_ERROR(expression)                                           \
+  do {                                                                                \
+    if (::jaxnorm::ffi::Error error_ = (expression); error_.failure()) return error_; \
   } while (false)
 
 namespace jaxnorm {
@@ -68,9 +68,9 @@ inline constexpr int kMaxBroadcastDims = 8;
 // Where the operand's element for row r (an index over all dimensions but the axis, row-major) and axis position a
 // lies: at the sum over d of digit_d(r) * stride[d], plus a * axis_stride. Broadcast dimensions have stride 0.
 struct Broadcast {
-  int ndim = 0;                        // merged dimensions, outermost first
-  int64_t size[kMaxBroadcastDims];     // digits of r
-  int64_t stride[kMaxBroadcastDims];   // in elements
+  int ndim = 0;                       // merged dimensions, outermost first
+  int64_t size[kMaxBroadcastDims];    // digits of r
+  int64_t stride[kMaxBroadcastDims];  // in elements
   int64_t axis_stride = 0;
 
   int64_t RowOffset(int64_t row) const {

@@ -29,8 +29,8 @@ inline bool Register(const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFra
 }  // namespace jaxnorm
 
 // JAXNORM_REGISTER(softmax_fwd, SoftmaxFwd, binding...) defines the handler and registers it as "softmax_fwd".
-#define JAXNORM_REGISTER(name, function, ...)                            \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxnorm_##name, function, __VA_ARGS__);  \
+#define JAXNORM_REGISTER(name, function, ...)                           \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxnorm_##name, function, __VA_ARGS__); \
   static const bool registered_##name = ::jaxnorm::Register(#name, jaxnorm_##name)
 
 #endif  // JAXNORM_REGISTRY_H_

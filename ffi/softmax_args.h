@@ -53,9 +53,9 @@ inline ffi::Error ParseSoftmaxFwd(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi
   if (args->shape.size() == 0) return ffi::Error::Success();
   JAXNORM_RETURN_IF_ERROR(MakeOperand(x, args->dtype, full, axis, &args->x));
   size_t next = 0;
-  for (auto [bit, dtype, operand] : {std::tuple{kWhere, ffi::PRED, &args->where},
-                                     std::tuple{kScale, args->dtype, &args->scale},
-                                     std::tuple{kBias, args->dtype, &args->bias}}) {
+  for (auto [bit, dtype, operand] :
+       {std::tuple{kWhere, ffi::PRED, &args->where}, std::tuple{kScale, args->dtype, &args->scale},
+        std::tuple{kBias, args->dtype, &args->bias}}) {
     if (!(operands & bit)) continue;
     auto buffer = rest.get<ffi::AnyBuffer>(next++);
     if (buffer.has_error()) return buffer.error();

@@ -64,7 +64,9 @@ def axes(op: str, axis, ndim: int) -> tuple[int, ...]:
             )
         result.append(index % ndim)
     if len(set(result)) != len(result):
-        raise ValueError(f"{op}: axis must name each axis once, got {axis!r}. Remove the repeated axis.")
+        raise ValueError(
+            f"{op}: axis must name each axis once, got {axis!r}. Remove the repeated axis."
+        )
     return tuple(sorted(result))
 
 

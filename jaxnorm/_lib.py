@@ -76,7 +76,9 @@ def _abi_problem(built: tuple[int, int]) -> str:
     """
     runtime = _runtime_ffi_version()
     if runtime is None:
-        return f"cannot find the XLA FFI version of the installed jaxlib (built for {_dotted(built)})"
+        return (
+            f"cannot find the XLA FFI version of the installed jaxlib (built for {_dotted(built)})"
+        )
     if built[0] == runtime[0] and built[1] <= runtime[1]:
         return ""
     return (

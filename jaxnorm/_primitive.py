@@ -15,11 +15,13 @@ A primitive has one reference formula and, on platforms whose module is loaded, 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 import jax
 import numpy as np
 from jax._src import dispatch  # private: see the last line of `define_primitive`
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -27,6 +29,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxnorm import _lib
 
 KERNEL_PLATFORMS = ("cpu", "cuda")
+
+_VERSION = metadata.version("jaxnorm")
 
 NOT_MAPPED = None  # what a batching rule gets for an operand without a mapped axis
 
@@ -39,8 +43,9 @@ Spec = tuple  # one entry per dimension: None, an axis name, or a tuple of axis 
 def aval_like(x, shape=None, dtype=None, spec=None):
     """The abstract value of a result that lives where x does.
 
-    Unlike a new ShapedArray, `update` keeps x's mesh, memory space and varying manual axes; without the last, shard_map(check_vma=True) would
-    return wrong values silently. `spec` is needed where the rank or a sharded dimension changes.
+    Unlike a new ShapedArray, `update` keeps x's mesh, memory space and varying manual axes; without the last,
+    shard_map(check_vma=True) would return wrong values silently. `spec` is needed where the rank or a sharded
+    dimension changes.
     """
     changes = {"sharding": x.sharding.update(spec=PartitionSpec(*spec))} if spec is not None else {}
     return x.update(
@@ -171,7 +176,10 @@ def define_primitive(
     partitioned.def_partition(partition=partition_call, sharding_rule=rule)
 
     def lower_partitioned(*operands, **params):
-        return partitioned(tuple(sorted(params.items())), *operands)
+        # The partitioned call says nothing of itself but its shapes. Without this, two calls that differ in their
+        # parameters alone would be one entry of the persistent compilation cache.
+        with set_xla_metadata(jaxnorm=f"{target} {_VERSION} {sorted(params.items())}"):
+            return partitioned(tuple(sorted(params.items())), *operands)
 
     lower_partitioned = mlir.lower_fun(lower_partitioned, multiple_results=True)
 
@@ -251,9 +259,7 @@ def _mesh(context: mlir.ShardingContext) -> AbstractMesh | None:
 def _with_mesh(ctx):
     """`ctx` with the mesh written where custom_partitioning looks for it."""
     context = ctx.module_context.axis_context
-    context = mlir.ShardingContext(
-        context.num_devices, context.device_assignment, _mesh(context)
-    )
+    context = mlir.ShardingContext(context.num_devices, context.device_assignment, _mesh(context))
     return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
 
 

@@ -41,7 +41,7 @@ def relu(x: ArrayLike, *, implementation: str | None = None) -> jax.Array:
 
     Args:
       x: array of any shape; float16, bfloat16, float32 or float64.
-      implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the plain formula.
+      implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the formula.
 
     Returns:
       Array of x's shape and dtype.
@@ -69,7 +69,7 @@ def add_relu(x: ArrayLike, y: ArrayLike, *, implementation: str | None = None) -
     Args:
       x: array; float16, bfloat16, float32 or float64.
       y: array that x + y accepts. One pass needs x's shape and dtype; otherwise XLA forms the sum first.
-      implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the plain formula.
+      implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the formula.
 
     Returns:
       Array of the shape and dtype of x + y.
@@ -178,7 +178,9 @@ def _partition(local, mesh, x_spec, x_shape):
 
 # ---- relu: nothing is differentiated ----
 
-relu_p = define_formula("relu", abstract=lambda x, *z, implementation: [aval_like(x)], formula=_formula)
+relu_p = define_formula(
+    "relu", abstract=lambda x, *z, implementation: [aval_like(x)], formula=_formula
+)
 
 
 def _relu_jvp(primals, tangents, **params):

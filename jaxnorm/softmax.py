@@ -10,6 +10,7 @@ Operands have x's rank; any of them may have size 1 where the result does not, w
 a subset of the operands, cost nothing.
 """
 
+import itertools
 import math
 from functools import partial
 
@@ -99,7 +100,9 @@ def log_softmax(
 ) -> jax.Array:
     r"""Logarithm of the softmax of `scale * x + bias` along `axis`, in one pass over memory.
 
-    .. math:: y_i = z_i - \max_j z_j - \log \sum_j \exp(z_j - \max_k z_k), \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
+    .. math:: y_i = z_i - \max_j z_j - \log \sum_j \exp(z_j - \max_k z_k)
+
+    with :math:`z = \mathrm{scale} \cdot x + \mathrm{bias}`.
 
     Replaces `jax.nn.log_softmax`. Backward saves y only. Masked elements are -inf, with gradient exactly 0; NaN, -inf,
     +inf and empty arrays behave as in `jaxnorm.softmax`.
@@ -216,7 +219,7 @@ def _split(optional, operands):
 
 
 def _reductions(axis, mesh_axes):
-    """max and sum along `axis`, which the mesh axes `mesh_axes` (if any) cut into blocks."""
+    """Max and sum along `axis`, which the mesh axes `mesh_axes` (if any) cut into blocks."""
 
     def maximum(v):
         m = jnp.max(v, axis, keepdims=True, initial=-jnp.inf)
@@ -229,9 +232,7 @@ def _reductions(axis, mesh_axes):
     return maximum, total
 
 
-def _fwd_reference(
-    x, *optional, axis, factor, log, operands, implementation=None, mesh_axes=()
-):
+def _fwd_reference(x, *optional, axis, factor, log, operands, implementation=None, mesh_axes=()):
     del implementation
     where, scale, bias = _split(optional, operands)
     maximum, total = _reductions(axis, mesh_axes)
@@ -292,14 +293,21 @@ def _describe(_, *, log=None, form=SOFTMAX, **__):
 
 
 def _fits(*avals, axis, **_):
-    """Whether every operand's broadcast pattern has few enough runs of alike dimensions, and rows are short enough."""
+    """Whether every operand's broadcast pattern has few enough runs of alike dimensions, and rows a usable length.
+
+    Rows of one element are elementwise arithmetic, which XLA fuses with its neighbours.
+    """
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    if isinstance(shape[axis], int) and shape[axis] >= _MAX_COLUMNS:
+    if isinstance(shape[axis], int) and not 1 < shape[axis] < _MAX_COLUMNS:
         return False
 
     def runs(a):
-        dims = [n == full for i, (n, full) in enumerate(zip(a.shape, shape, strict=True)) if i != axis and full != 1]
-        return 1 + sum(x != y for x, y in zip(dims, dims[1:], strict=False))
+        dims = [
+            n == full
+            for i, (n, full) in enumerate(zip(a.shape, shape, strict=True))
+            if i != axis and full != 1
+        ]
+        return 1 + sum(a != b for a, b in itertools.pairwise(dims))
 
     return all(runs(a) < _MAX_BROADCAST_DIMS for a in avals)
 
@@ -317,13 +325,18 @@ def _sharding_rule(_, operand_shapes, result_shapes, **__):
     )
 
 
-def _partition(reference, mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params):
+def _partition(
+    reference, mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params
+):
     del mesh
     (full,) = result_shapes
     complete = [s for s, shape in zip(operand_specs, operand_shapes, strict=True) if shape == full]
     spec = complete[0] if complete else result_specs[0]
     operands = [
-        tuple(entry if n == full[i] else None for i, (entry, n) in enumerate(zip(spec, shape, strict=True)))
+        tuple(
+            entry if n == full[i] else None
+            for i, (entry, n) in enumerate(zip(spec, shape, strict=True))
+        )
         for shape in operand_shapes
     ]
     split = axis_names(spec[params["axis"]])
@@ -378,17 +391,22 @@ softmax_fwd_p = define_primitive(
 
 
 def _fwd_jvp(primals, tangents, *, axis, factor, log, operands, implementation):
-    """y' = J(y) z' with z' = factor * (scale * x' + scale' * x) + bias'.
+    """Y' = J(y) z' with z' = factor * (scale * x' + scale' * x) + bias'.
 
     The residual is named here: a name that the user gives to softmax's result names another value, which a checkpoint
     policy could save without saving this one.
     """
     x, *optional = primals
     x_dot, *optional_dot = tangents
-    where, scale, bias = _split(optional, operands)
+    where, scale, _ = _split(optional, operands)
     _, scale_dot, bias_dot = _split(optional_dot, operands)
     (y,) = softmax_fwd_p.bind(
-        *primals, axis=axis, factor=factor, log=log, operands=operands, implementation=implementation
+        *primals,
+        axis=axis,
+        factor=factor,
+        log=log,
+        operands=operands,
+        implementation=implementation,
     )
     y = checkpoint_name(y, "jaxnorm_log_softmax" if log else "jaxnorm_softmax")
 
@@ -463,9 +481,7 @@ def _bwd_transpose(cotangents, y, t, *where, form, **params):
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None, ad.Zero(t.aval), *(None for _ in where)]
-    (t_bar,) = softmax_bwd_p.bind(
-        *vary_alike(y, ct, *where), form=_TRANSPOSED[form], **params
-    )
+    (t_bar,) = softmax_bwd_p.bind(*vary_alike(y, ct, *where), form=_TRANSPOSED[form], **params)
     broadcast = [i for i, n in enumerate(t.aval.shape) if n != t_bar.shape[i]]
     if broadcast:  # t had size 1 there: the transpose of broadcasting is a sum
         t_bar = jnp.sum(t_bar, broadcast, keepdims=True)

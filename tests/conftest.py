@@ -8,11 +8,13 @@ import sys
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
-# The tests share bench.cases, which is not part of the installed package.
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))
+# The tests share bench.cases, which is not part of the installed package. Last on the path, so that ./jaxnorm, which
+# has no compiled modules, does not hide the installed package.
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:] = [p for p in sys.path if pathlib.Path(p).resolve() != ROOT] + [str(ROOT)]
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 # A strong type that slips into a rule would change the dtype of users' results: make it an error.

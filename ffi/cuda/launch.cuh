@@ -18,7 +18,7 @@ struct DeviceInfo {
   int sms = 0;
   int max_shared_bytes = 0;  // per block, after opting in
   int l2_bytes = 0;
-  bool clusters = false;     // thread-block clusters and distributed shared memory (Hopper and later)
+  bool clusters = false;  // thread-block clusters and distributed shared memory (Hopper and later)
 };
 
 // Of the current device, which XLA makes that of the call's stream. Cached: handlers run on every execution.
@@ -37,10 +37,10 @@ inline ffi::Error CurrentDevice(const DeviceInfo** info) {
     DeviceInfo d;
     d.ordinal = ordinal;
     int major = 0;
-    for (auto [attribute, value] : {std::pair{cudaDevAttrMultiProcessorCount, &d.sms},
-                                    std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &d.max_shared_bytes},
-                                    std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes},
-                                    std::pair{cudaDevAttrComputeCapabilityMajor, &major}}) {
+    for (auto [attribute, value] :
+         {std::pair{cudaDevAttrMultiProcessorCount, &d.sms},
+          std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &d.max_shared_bytes},
+          std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes}, std::pair{cudaDevAttrComputeCapabilityMajor, &major}}) {
       if (cudaError_t status = cudaDeviceGetAttribute(value, attribute, ordinal); status != cudaSuccess) {
         return LaunchStatus(status, "cudaDeviceGetAttribute");
       }

@@ -22,8 +22,11 @@ struct DeviceOperand {
 
   DeviceOperand() = default;
   DeviceOperand(const Operand& operand, int64_t rows)
-      : data(static_cast<const T*>(operand.data)), elements(operand.elements), ndim(operand.view.ndim),
-        wide(rows > INT32_MAX), axis_stride(operand.view.axis_stride) {
+      : data(static_cast<const T*>(operand.data)),
+        elements(operand.elements),
+        ndim(operand.view.ndim),
+        wide(rows > INT32_MAX),
+        axis_stride(operand.view.axis_stride) {
     for (int d = 0; d < ndim; ++d) {
       size[d] = operand.view.size[d];
       stride[d] = operand.view.stride[d];

@@ -251,9 +251,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // Bits, not numbers, are selected: T is the unsigned integer of the dtype's width.
 template <typename T, bool kFlat>
-__global__ void __launch_bounds__(kThreads)
-    ReluBwdKernel(const uint8_t* __restrict__ mask, const T* __restrict__ t, T* __restrict__ out, int64_t size,
-                  bool aligned, Rows rows) {
+__global__ void __launch_bounds__(kThreads) ReluBwdKernel(const uint8_t* __restrict__ mask, const T* __restrict__ t,
+                                                          T* __restrict__ out, int64_t size, bool aligned, Rows rows) {
   const int64_t begin = int64_t{blockIdx.x} * kTile<T>;
   const auto count = static_cast<uint32_t>(min(size - begin, int64_t{kTile<T>}));
   const bool whole = aligned && count == kTile<T>;
@@ -310,9 +309,9 @@ ffi::Error LaunchReluFwd(cudaStream_t stream, const ReluArgs& args) {
   auto* kernel = IsFlat(args) ? (args.z ? ReluFwdKernel<T, true, true> : ReluFwdKernel<T, false, true>)
                               : (args.z ? ReluFwdKernel<T, true, false> : ReluFwdKernel<T, false, false>);
   const bool aligned = IsVecAligned(args.x) && IsVecAligned(args.z) && IsVecAligned(args.y);
-  kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(
-      static_cast<const T*>(args.x), static_cast<const T*>(args.z), static_cast<T*>(args.y), args.mask, args.size(),
-      aligned, Rows(args.cols));
+  kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(static_cast<const T*>(args.x),
+                                                                static_cast<const T*>(args.z), static_cast<T*>(args.y),
+                                                                args.mask, args.size(), aligned, Rows(args.cols));
   return LaunchStatus(cudaGetLastError(), "ReluFwdKernel");
 }
 
@@ -348,17 +347,17 @@ ffi::Error ReluBwd(cudaStream_t stream, ffi::AnyBuffer mask, ffi::AnyBuffer t, f
 JAXNORM_REGISTER(relu_fwd, ReluFwd,
                  ffi::Ffi::Bind()
                      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()  // x
-                     .RemainingArgs()        // z, or nothing
-                     .Ret<ffi::AnyBuffer>()  // y
+                     .Arg<ffi::AnyBuffer>()   // x
+                     .RemainingArgs()         // z, or nothing
+                     .Ret<ffi::AnyBuffer>()   // y
                      .Ret<ffi::AnyBuffer>(),  // mask
                  {ffi::Traits::kCmdBufferCompatible});
 
 JAXNORM_REGISTER(relu_bwd, ReluBwd,
                  ffi::Ffi::Bind()
                      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()  // mask
-                     .Arg<ffi::AnyBuffer>()  // t
+                     .Arg<ffi::AnyBuffer>()   // mask
+                     .Arg<ffi::AnyBuffer>()   // t
                      .Ret<ffi::AnyBuffer>(),  // out
                  {ffi::Traits::kCmdBufferCompatible});
 

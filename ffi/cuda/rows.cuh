@@ -11,11 +11,11 @@
 //   kGeneral  anything
 //
 // Tiers, by row length:
-//   Warp   up to 64 slots, kPlain: in the registers of 1..32 lanes, several rows per warp.
+//   Warp   up to 64 slots (1 KiB), kPlain: in the registers of 1..32 lanes, several rows per warp.
 //   Block  every thread copies its slots to shared memory asynchronously and reads them from there once per pass.
-//          What is in flight is then bounded by shared memory, not by registers: 32 KiB per block and seven blocks per
-//          multiprocessor, of which some load while others store. Rows of more than 32 KiB go over a cluster of blocks that
-//          exchange partials through distributed shared memory (sm_90 and later).
+//          What is in flight is then bounded by shared memory, not by registers, and while some blocks load, others
+//          store. Rows of more than 100 KiB per input go over a cluster of up to 8 blocks, which exchange partials
+//          through distributed shared memory (sm_90 and later).
 //   Split  too long for that: one launch reduces chunks of rows, the next one stores; batch by batch, so that the second
 //          launch finds its inputs in L2.
 //
@@ -93,10 +93,8 @@ __device__ __forceinline__ void CopySlotAsync(Vec<T, kVecSize<T>>* shared, const
   const auto* p = reinterpret_cast<const Vec<T, kVecSize<T>>*>(input.row + first);
   if constexpr (kMode == Mode::kPlain) {
     CopyAsync(shared, p);
-  } else if constexpr (kMode == Mode::kRagged) {  // aligned; only the array's last slot is not whole
-    CopyAsync(shared, p, min(input.end - first, kVecSize<T>) * static_cast<int>(sizeof(T)));
-  } else if (input.Vectorizable(first)) {
-    CopyAsync(shared, p);
+  } else if (kMode == Mode::kRagged ? first + kVecSize<T> <= input.end : input.Vectorizable(first)) {
+    CopyAsync(shared, p);  // kRagged is aligned, and only the array's last slot may not be whole
   } else {
     *shared = input.template Load<kVecSize<T>>(first);
   }
@@ -163,8 +161,8 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_const
 // Calls body.operator()<n>(base, kept) for groups of n slots base, base + step, ... below `end`: Op::kUnroll of them
 // while there are as many, then one by one. fetch(slot, raw) reads one.
 template <bool kEdges, typename Op, typename Fetch, typename Body>
-__device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op::Row& row, int first, int end, int step,
-                                                 Fetch fetch, Body body) {
+__device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op::Row& row, int first, int end,
+                                                 int step, Fetch fetch, Body body) {
   const auto group = [&]<int kN>(int base, std::integral_constant<int, kN>) {
     RawSlot<Op> raw[kN];
 #pragma unroll
@@ -220,7 +218,7 @@ struct Stage {
 
   const Op& op;
   const typename Op::Row& row;
-  V* base;         // of slot `begin` of the first input; the next ones follow after part_slots each
+  V* base;  // of slot `begin` of the first input; the next ones follow after part_slots each
   int part_slots;
   int begin, end;
   int thread, threads;
@@ -301,8 +299,8 @@ struct Stage {
 struct BlockPlan {
   int threads_per_row = 32;  // a power of two where a block has several rows
   int rows_per_block = 1;
-  int cluster = 1;           // blocks that share a row
-  int part_slots = 0;        // of a row per block
+  int cluster = 1;     // blocks that share a row
+  int part_slots = 0;  // of a row per block
 };
 
 template <typename Op>

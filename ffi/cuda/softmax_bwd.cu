@@ -27,8 +27,14 @@ struct SoftmaxBwd {
   SoftmaxForm form;
 
   SoftmaxBwd(const SoftmaxBwdArgs& args)
-      : rows(args.shape.rows()), cols(static_cast<int>(args.shape.axis)), y(args.y, rows), t(args.t, rows), where(args.where, rows),
-        out(static_cast<T*>(args.out)), factor(static_cast<Acc>(args.factor)), form(args.form) {}
+      : rows(args.shape.rows()),
+        cols(static_cast<int>(args.shape.axis)),
+        y(args.y, rows),
+        t(args.t, rows),
+        where(args.where, rows),
+        out(static_cast<T*>(args.out)),
+        factor(static_cast<Acc>(args.factor)),
+        form(args.form) {}
 
   // ---- Rows (rows.cuh) ----
 
@@ -78,7 +84,8 @@ struct SoftmaxBwd {
   static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(Acc(0)); }
 
   template <bool kEdges>
-  __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<SoftmaxBwd>& raw, Slot& out_slot) const {
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<SoftmaxBwd>& raw,
+                                         Slot& out_slot) const {
     const int first = row.grid.First(slot);
     out_slot.y = raw.in[0];
     out_slot.t = raw.in[1];

@@ -28,9 +28,15 @@ struct SoftmaxFwd {
   bool log;
 
   SoftmaxFwd(const SoftmaxFwdArgs& args)
-      : rows(args.shape.rows()), cols(static_cast<int>(args.shape.axis)), x(args.x, rows), scale(args.scale, rows),
-        bias(args.bias, rows), where(args.where, rows), y(static_cast<T*>(args.y)),
-        factor(static_cast<Acc>(args.factor) * kUnit<T>), log(args.log) {}
+      : rows(args.shape.rows()),
+        cols(static_cast<int>(args.shape.axis)),
+        x(args.x, rows),
+        scale(args.scale, rows),
+        bias(args.bias, rows),
+        where(args.where, rows),
+        y(static_cast<T*>(args.y)),
+        factor(static_cast<Acc>(args.factor) * kUnit<T>),
+        log(args.log) {}
 
   __host__ __device__ __forceinline__ const DeviceOperand<T>& Input(int) const { return x; }
   __host__ __device__ __forceinline__ T* Output() const { return y; }
@@ -44,9 +50,9 @@ struct SoftmaxFwd {
     OperandRow<bool> where;
   };
   struct Slot {
-    Vec<T, kVec> x;    // after Decode, except
-    Acc v[kVec];       // kGeneral: z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
-    unsigned masked;   // kGeneral: bit i: element i is masked
+    Vec<T, kVec> x;   // after Decode, except
+    Acc v[kVec];      // kGeneral: z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
+    unsigned masked;  // kGeneral: bit i: element i is masked
     static __device__ __forceinline__ Slot Neutral() {
       Slot s;
 #pragma unroll

@@ -172,7 +172,6 @@ ffi::Error LaunchStrided(const DeviceInfo& device, cudaStream_t stream, const Op
   return Launch<StridedKernel<Op, kVec>>(device, stream, grid, name, op, plan);
 }
 
-
 }  // namespace jaxnorm
 
 #endif  // JAXNORM_CUDA_STRIDED_CUH_

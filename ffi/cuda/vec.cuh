@@ -96,18 +96,19 @@ __device__ __forceinline__ void Store(T* p, const Vec<T, kVecSize<T>>& value) {
   const auto words = std::bit_cast<uint4>(value);
   // Not `*p = words`, which nvcc 13.0 merged with scalar stores of another branch and so split into narrower ones. Not
   // __stwb either, which compiles to a store with memory ordering (STG.STRONG.SM).
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x), "r"(words.y),
-               "r"(words.z), "r"(words.w)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x),
+               "r"(words.y), "r"(words.z), "r"(words.w)
                : "memory");
 }
 
-// Copies a vector from global to shared memory, 16 bytes asynchronously: complete after CopyWait. Only the first `bytes`
-// of 16 are read, the rest becomes 0. Smaller vectors are copied at once.
+// Copies a vector from global to shared memory, 16 bytes asynchronously: complete after CopyWait. Smaller ones at once.
 template <typename V>
-__device__ __forceinline__ void CopyAsync(V* shared, const V* global, int bytes = kVecBytes) {
+__device__ __forceinline__ void CopyAsync(V* shared, const V* global) {
   if constexpr (sizeof(V) == kVecBytes) {
-    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        "l"(global)
+        : "memory");
   } else {
     *shared = *global;
   }
@@ -173,9 +174,8 @@ ffi::Error DispatchFloat(ffi::DataType dtype, F&& f) {
     case ffi::F64:
       return f(std::type_identity<double>());
     default:
-      return ffi::Error::InvalidArgument(
-          "jaxnorm: dtype must be float16, bfloat16, float32 or float64, got FFI type " +
-          std::to_string(static_cast<int>(dtype)));
+      return ffi::Error::InvalidArgument("jaxnorm: dtype must be float16, bfloat16, float32 or float64, got FFI type " +
+                                         std::to_string(static_cast<int>(dtype)));
   }
 }
 

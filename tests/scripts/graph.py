@@ -27,17 +27,35 @@ for _ in range(10):
     y = captured(x)
 error = float(jnp.max(jnp.abs(y - jax.jit(reference)(x))))
 
-# A command buffer is a line kCommandBuffer; the thunks it replays follow, further indented.
-dumps = [p for p in pathlib.Path(sys.argv[1]).iterdir() if "thunk" in p.name and "jit_f" in p.name]
-inside = set()
-for path in dumps:
-    depth = None
-    for line in path.read_text().splitlines():
+# The thunk sequence has a line per thunk with its number, those of a command buffer further indented than it; the
+# metadata names the thunks.
+dump = {
+    kind: next(iter(pathlib.Path(sys.argv[1]).glob(f"*jit_f.{kind}.txt")), None)
+    for kind in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
+}
+names = {}
+if dump["thunk_metadata"]:
+    for info in dump["thunk_metadata"].read_text().split("thunk_metadata {"):
+        name = re.search(r'profile_annotation: "(jaxnorm_\w+?_(?:fwd|bwd))', info)
+        number = re.search(r"thunk_id: (\d+)", info)
+        if name and number:
+            names[int(number.group(1))] = name.group(1)
+captured_names, depth = set(), None
+if dump["thunk_sequence_after_thunk_passes"]:
+    for line in dump["thunk_sequence_after_thunk_passes"].read_text().splitlines():
         indent = len(line) - len(line.lstrip())
+        if depth is not None and indent <= depth:
+            depth = None
         if "kCommandBuffer" in line:
             depth = indent
-        elif depth is not None and indent <= depth:
-            depth = None
-        if depth is not None:
-            inside.update(re.findall(r"jaxnorm_\w+?_(?:fwd|bwd)", line))
-print(json.dumps({"error": error, "thunks": [p.name for p in dumps], "captured": sorted(inside)}))
+        elif depth is not None:
+            captured_names.add(names.get(int(line.split(":")[0])))
+print(
+    json.dumps(
+        {
+            "error": error,
+            "thunks": [p.name for p in dump.values() if p],
+            "captured": sorted(captured_names - {None}),
+        }
+    )
+)

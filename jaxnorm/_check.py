@@ -14,7 +14,7 @@ def float_array(op: str, name: str, value) -> jax.Array:
         dtype = jnp.result_type(value)
     except (TypeError, ValueError):
         dtype = None
-    if dtype is None or isinstance(value, (str, bytes, list, tuple)):
+    if dtype is None or value is None or isinstance(value, (str, bytes, list, tuple)):
         raise TypeError(
             f"{op}: {name} must be an array, got {type(value).__name__}. Convert it with jnp.asarray({name})."
         )

@@ -396,9 +396,9 @@ def copy_rate(clock: str = "auto") -> CopyRate:
         timing = measure({"copy": Workload(lambda _: copy(x))}, budget=0.2)["copy"]
         copied = 0.0 if isinstance(timing, Exception) else 2 * size / timing.median
         method = "jnp.copy, wall-clock"
-    if elementwise > copied:
+    if not copied:
         method = f"x ^ 1, {find_clock(clock)[0]}"
-    return CopyRate(max(copied, elementwise), method, copied, elementwise, size)
+    return CopyRate(copied or elementwise, method, copied, elementwise, size)
 
 
 def copy_workload(nbytes: int) -> Workload:

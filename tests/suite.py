@@ -201,7 +201,7 @@ def grad(f, args, w):
 @transformation(1)
 def grad_each(f, args, w):
     """One argument at a time: the others are constants."""
-    return [jax.value_and_grad(loss(f, w), i)(*args) for i in range(len(args))]
+    return [jax.grad(loss(f, w), i)(*args) for i in range(len(args))]
 
 
 @transformation(1)

@@ -48,10 +48,10 @@ def check(op, x, axis=-1):
         return jax.jit(both)
 
     f = run(getattr(jaxnorm, op))
-    assert {c.kind for c in hlo.custom_calls(f.lower(x, ct).compile().as_text())} == {
-        "jaxnorm_softmax_fwd",
-        "jaxnorm_softmax_bwd",
-    }
+    kernels = {c.kind for c in hlo.custom_calls(f.lower(x, ct).compile().as_text())}
+    # Rows of one element are left to XLA.
+    one = x.shape[axis] == 1
+    assert kernels == (set() if one else {"jaxnorm_softmax_fwd", "jaxnorm_softmax_bwd"})
     (y, bar), (y_xla, bar_xla) = f(x, ct), run(getattr(jax.nn, op))(x, ct)
     expected = getattr(oracle, op)(x, axis)
     size = np.abs(expected) if op == "softmax" else None

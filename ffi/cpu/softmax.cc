@@ -262,22 +262,37 @@ class RowLoops {
   }
 
  private:
+  // Steps that are summed by themselves before they join the total, so that rounding errors grow with the number of
+  // blocks, not of steps.
+  static constexpr int64_t kBlockSteps = 32;
+
   // Combines f of all elements of each row, `identity` in place of those beyond. One array element per vector lane: the
   // compiler keeps them in registers.
   template <int64_t kStep, typename A, typename F, typename Combine>
   JAXNORM_INLINE void Reduce(A identity, F f, Combine combine, A* result) const {
-    A lanes[kRows][kStep];
+    A lanes[kRows][kStep], totals[kRows][kStep];
     for (int row = 0; row < kRows; ++row) {
 #pragma omp simd
-      for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = identity;
+      for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = totals[row][i] = identity;
     }
     const int64_t last = (n_ - 1) & -kStep;
-    for (int64_t start = 0; start < last; start += kStep) {
+    for (int64_t block = 0; block < last; block += kBlockSteps * kStep) {
+      const int64_t stop = std::min(block + kBlockSteps * kStep, last);
+      for (int64_t start = block; start < stop; start += kStep) {
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) {
+          const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
+#pragma omp simd
+          for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = combine(f(at + i, packed + i, row), lanes[row][i]);
+        }
+      }
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
-        const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
 #pragma omp simd
-        for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = combine(f(at + i, packed + i, row), lanes[row][i]);
+        for (int64_t i = 0; i < kStep; ++i) {
+          totals[row][i] = combine(lanes[row][i], totals[row][i]);
+          lanes[row][i] = identity;
+        }
       }
     }
     const int32_t valid = static_cast<int32_t>(n_ - last);
@@ -287,7 +302,7 @@ class RowLoops {
 #pragma omp simd
       for (int32_t i = 0; i < kStep; ++i) {
         const A x = f(at + i, packed + i, row);
-        lanes[row][i] = combine(i < valid ? x : identity, lanes[row][i]);
+        lanes[row][i] = combine(i < valid ? x : identity, totals[row][i]);
       }
     }
 #pragma GCC unroll 4

@@ -16,7 +16,7 @@ struct SoftmaxFwd {
   static constexpr int kInputs = kGeneral ? 3 : 1;  // x, scale, bias
   static constexpr int kColumnInputs = 1;           // x
   static constexpr int kSlotsPerThread = 8;
-  static constexpr int kUnroll = kGeneral ? 2 : 4;
+  static constexpr int kUnroll = kGeneral ? 1 : 4;  // kGeneral: registers are scarce
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 
   int64_t rows;

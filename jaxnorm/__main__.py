@@ -174,7 +174,7 @@ def check(op: Operation, dtype: str, shape: Sequence[int], masked: bool) -> dict
         if value.dtype != dtype_object or value.shape != tuple(shape):
             raise AssertionError(f"gave {value.dtype}{value.shape}, not {dtype}{tuple(shape)}")
     return {
-        name: compare(value, *wanted, dtype, shape[-1])
+        name: compare(value, *wanted, dtype, shape[-1])  # pyright: ignore[reportCallIssue]
         for name, value, wanted in zip(("forward", "gradient"), got, expected, strict=True)
     }
 
@@ -252,10 +252,12 @@ def compare_times(op: Operation, dtype: str, shape: Sequence[int], direction: st
             },
             budget=0.25,
         )
+        timings = []
         for value in found.values():
             if isinstance(value, Exception):
                 raise value
-        ours, xla, copy = (found[name] for name in ("jaxnorm", "xla", "copy"))
+            timings.append(value)
+        ours, xla, copy = timings
         result.seconds, result.xla_seconds, result.clock = ours.median, xla.median, ours.clock
         result.spread = _timing.ratio_spread(ours.spread, xla.spread)
         result.copy_bytes_per_second = result.bytes / copy.median

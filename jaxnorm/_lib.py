@@ -62,10 +62,9 @@ def _runtime_ffi_version() -> tuple[int, int] | None:
         text = header.read_text()
     except OSError:
         return None
-    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    if not all(numbers):
-        return None
-    return tuple(int(n.group(1)) for n in numbers)
+    major = re.search(r"#define XLA_FFI_API_MAJOR (\d+)", text)
+    minor = re.search(r"#define XLA_FFI_API_MINOR (\d+)", text)
+    return (int(major.group(1)), int(minor.group(1))) if major and minor else None
 
 
 def _abi_problem(built: tuple[int, int]) -> str:

@@ -20,7 +20,12 @@ from importlib import metadata
 import jax
 import numpy as np
 from jax._src import dispatch  # private: see the last line of `define_primitive`
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
@@ -77,6 +82,18 @@ def vary_alike(*args):
         jax.lax.pcast(a, tuple(union - v), to="varying") if union - v else a
         for a, v in zip(args, varying, strict=True)
     ]
+
+
+def sharding_factors(operands, results, sizes=None) -> SdyShardingRule:
+    """The Shardy rule for calls whose dimensions are named: equal names are cut alike.
+
+    Args:
+      operands: the names of each operand's dimensions.
+      results: the names of each result's dimensions.
+      sizes: sizes of the factors that occur in compound names only.
+    """
+    mappings = [tuple(ArrayMapping(*names) for names in group) for group in (operands, results)]
+    return SdyShardingRule(mappings[0], mappings[1], **(sizes or {}))  # pyright: ignore[reportArgumentType]
 
 
 # ---- definition ----
@@ -215,7 +232,7 @@ def define_primitive(
     def _ffi_call(ctx, operands, params, platform):
         extra = scratch(*ctx.avals_in, **params) if scratch and platform == "cuda" else None
         if extra is not None:
-            aval = jax.core.ShapedArray((extra,), np.float32)
+            aval = ShapedArray((extra,), np.float32)
             ctx = ctx.replace(avals_out=[*ctx.avals_out, aval])
         results = jax.ffi.ffi_lowering(target)(ctx, *operands, **attributes(**params))
         return results if extra is None else results[:-1]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule
+from jax.experimental.custom_partitioning import CompoundFactor
 from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
@@ -27,6 +27,7 @@ from jaxnorm._primitive import (
     define_formula,
     define_primitive,
     mesh_size,
+    sharding_factors,
     spec_of,
     vary_alike,
 )
@@ -226,7 +227,7 @@ def _fwd_abstract(x, *_, implementation):
 
 def _fwd_rule(mesh, operand_shapes, _, *, implementation):
     x, mask, sizes = _factors(mesh, operand_shapes[0])
-    return SdyShardingRule(tuple(x for _ in operand_shapes), (x, mask), **sizes)
+    return sharding_factors([x for _ in operand_shapes], [x, mask], sizes)
 
 
 def _fwd_partition(mesh, operand_specs, _, operand_shapes, __, *, implementation):
@@ -265,7 +266,7 @@ batching.primitive_batchers[relu_fwd_p] = partial(_batch, relu_fwd_p)
 
 def _bwd_rule(mesh, operand_shapes, _, *, implementation):
     x, mask, sizes = _factors(mesh, operand_shapes[1])
-    return SdyShardingRule((mask, x), (x,), **sizes)
+    return sharding_factors([mask, x], [x], sizes)
 
 
 def _bwd_partition(mesh, operand_specs, _, operand_shapes, __, *, implementation):

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
@@ -29,6 +28,7 @@ from jaxnorm._primitive import (
     aval_like,
     axis_names,
     define_primitive,
+    sharding_factors,
     spec_of,
     vary_alike,
 )
@@ -319,9 +319,8 @@ def _sharding_rule(_, operand_shapes, result_shapes, **__):
         # A broadcast dimension gets a factor of its own: nothing follows from how it is sharded.
         return tuple(f"d{i}" if n == full[i] else f"o{k}_{i}" for i, n in enumerate(shape))
 
-    return SdyShardingRule(
-        tuple(factors(k, shape) for k, shape in enumerate(operand_shapes)),
-        (factors("r", full),),
+    return sharding_factors(
+        [factors(k, shape) for k, shape in enumerate(operand_shapes)], [factors("r", full)]
     )
 
 
@@ -413,22 +412,24 @@ def _fwd_jvp(primals, tangents, *, axis, factor, log, operands, implementation):
     def present(t):
         return t is not None and type(t) is not ad.Zero
 
-    terms = []
+    terms: list = []
     if present(x_dot):
         terms.append(x_dot if scale is None else x_dot * scale)
-    if present(scale_dot):
-        terms.append(scale_dot * x)
-    if present(bias_dot) and not terms:
-        z_dot, factor = bias_dot, 1.0
-    elif present(bias_dot):
-        z_dot = sum(terms[1:], terms[0])
-        if factor != 1.0:
-            z_dot = z_dot * np.asarray(factor, x.dtype)
-        z_dot, factor = z_dot + bias_dot, 1.0
-    elif terms:
-        z_dot = sum(terms[1:], terms[0])  # the kernel multiplies by the factor
-    else:
+    if scale_dot is not None and present(scale_dot):
+        # What x holds at masked elements may be NaN, which the cotangent's 0 there would not silence.
+        terms.append(
+            scale_dot * (x if where is None else jnp.where(where, x, jnp.zeros((), x.dtype)))
+        )
+    if present(bias_dot):
+        if factor != 1.0:  # else the kernel multiplies by the factor
+            terms = [t * np.asarray(factor, x.dtype) for t in terms]
+            factor = 1.0
+        terms.append(bias_dot)
+    if not terms:
         return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
+    z_dot = terms[0]
+    for term in terms[1:]:
+        z_dot = z_dot + term
     mask = [] if where is None else [where]
     y_dot = softmax_bwd_p.bind(
         *vary_alike(y, z_dot, *mask),

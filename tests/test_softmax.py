@@ -506,3 +506,20 @@ def test_implementations_agree(op):
             continue  # tests/test_errors.py: it is refused then
         y = jn(op)(x, implementation=implementation)
         oracle.assert_close(y, forward(op, x), "float32", nn(op)(x))
+
+
+@ops
+def test_gradient_of_scale_ignores_masked_elements(op):
+    """A NaN at a masked element of x stays out of scale's gradient, which sums over x."""
+    x, where = jnp.array([[1.0, 2.0, jnp.nan]]), jnp.array([True, True, False])
+    weights = jnp.array([1.0, 0.0, 0.0])
+
+    def total(scale):
+        y = getattr(jaxnorm, op)(x, where=where, scale=scale)
+        return jnp.sum(jnp.where(where, weights * y, 0.0))
+
+    def without(scale):
+        return jnp.sum(weights[:2] * getattr(jaxnorm, op)(x[:, :2], scale=scale))
+
+    scale = jnp.array([0.5])
+    np.testing.assert_allclose(jax.grad(total)(scale), jax.grad(without)(scale), rtol=1e-6)

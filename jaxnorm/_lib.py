@@ -6,13 +6,17 @@ import importlib
 import pathlib
 import re
 import warnings
+from importlib import metadata
 
 import jax
+
+VERSION = metadata.version("jaxnorm")
 
 TARGET_PREFIX = "jaxnorm_"
 
 # jax.ffi spells the platform of a target one way, lowering rules another.
 _FFI_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}
+PLATFORMS = tuple(_FFI_PLATFORM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +158,9 @@ def status() -> Status:
     >>> jaxnorm.status().modules[0].platform
     'cpu'
     """
-    from jaxnorm import __version__
-
-    modules = tuple(module(platform) for platform in _FFI_PLATFORM)
-    return Status(__version__, jax.__version__, _runtime_ffi_version(), modules)
+    modules = tuple(module(platform) for platform in PLATFORMS)
+    return Status(VERSION, jax.__version__, _runtime_ffi_version(), modules)
 
 
-for _platform in _FFI_PLATFORM:
+for _platform in PLATFORMS:
     module(_platform)

@@ -15,7 +15,6 @@ A primitive has one reference formula and, on platforms whose module is loaded, 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 import jax
 import numpy as np
@@ -32,10 +31,6 @@ from jax.interpreters import mlir, xla
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxnorm import _lib
-
-KERNEL_PLATFORMS = ("cpu", "cuda")
-
-_VERSION = metadata.version("jaxnorm")
 
 NOT_MAPPED = None  # what a batching rule gets for an operand without a mapped axis
 
@@ -195,7 +190,7 @@ def define_primitive(
     def lower_partitioned(*operands, **params):
         # The partitioned call says nothing of itself but its shapes. Without this, two calls that differ in their
         # parameters alone would be one entry of the persistent compilation cache.
-        with set_xla_metadata(jaxnorm=f"{target} {_VERSION} {sorted(params.items())}"):
+        with set_xla_metadata(jaxnorm=f"{target} {_lib.VERSION} {sorted(params.items())}"):
             return partitioned(tuple(sorted(params.items())), *operands)
 
     lower_partitioned = mlir.lower_fun(lower_partitioned, multiple_results=True)
@@ -238,7 +233,7 @@ def define_primitive(
         return results if extra is None else results[:-1]
 
     mlir.register_lowering(primitive, lower_default)
-    for platform in KERNEL_PLATFORMS:
+    for platform in _lib.PLATFORMS:
         mlir.register_lowering(
             primitive, functools.partial(lower_kernel, platform), platform=platform
         )
@@ -296,5 +291,5 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     >>> jax.export.deserialize(exported.serialize()).call(jnp.ones(4)).shape
     (4,)
     """
-    names = sorted(set().union(*(_lib.module(p).targets for p in KERNEL_PLATFORMS)))
+    names = sorted(set().union(*(_lib.module(p).targets for p in _lib.PLATFORMS)))
     return [jax.export.DisabledSafetyCheck.custom_call(_lib.TARGET_PREFIX + n) for n in names]

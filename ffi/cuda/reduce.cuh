@@ -93,7 +93,6 @@ __device__ __forceinline__ P MergeRow(P value, int warps_per_row, int cluster, i
   const int first = warp / warps_per_row * warps_per_row;
   value = P::MergeLanes(lane < warps_per_row ? shared.warps[first + lane] : P::Identity(), kWarp);
   if (cluster > 1) {
-    ClusterWait();  // pairs with the arrival at the kernel's start: every peer is running, its shared memory exists
     if (threadIdx.x < cluster) StoreToPeer(&shared.blocks[rank], threadIdx.x, value);
     ClusterArrive();
     ClusterWait();

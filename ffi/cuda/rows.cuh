@@ -338,6 +338,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes) + group * plan.part_slots * op.Inputs();
   const Stage<Op> stage = {op, row, base, plan.part_slots, begin, end, thread, threads};
   stage.CopyHalves();
+  if (plan.cluster > 1) ClusterWait();  // every peer is running, its shared memory exists
   op.WithVariant([&](auto variant) {
     const auto own = stage.ReduceHalves(variant);
     stage.Store(variant, MergeRow(own, threads / kWarp, plan.cluster, rank, shared));
@@ -407,9 +408,9 @@ inline int NextPowerOfTwo(int64_t n) { return static_cast<int>(std::bit_ceil(sta
 // at most the second, which lets several blocks of different clusters share a multiprocessor.
 inline constexpr int kMaxPartBytes = 100 << 10;  // per input that every call has
 template <typename Op>
-inline constexpr int kClusterPartBytes = (Op::kColumnInputs == 1 ? 64 : 84) << 10;  // of all inputs
+inline constexpr int kClusterPartBytes = (Op::kColumnInputs == 1 ? 43 : 64) << 10;  // of all inputs
 inline constexpr int kMaxPortableCluster = 8;
-inline constexpr int kFewRowBytes = 48 << 10;  // of all inputs: less is not worth a cluster
+inline constexpr int kMinFewSlots = 2048;  // of a row: shorter ones are not worth a cluster
 
 template <typename Op>
 int MaxPartSlots(const Op& op, const DeviceInfo& device) {
@@ -441,22 +442,20 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
   const int slot_bytes = kVecBytes * op.Inputs();
   const int64_t row_bytes = int64_t{slots} * slot_bytes;
   BlockPlan plan = {.part_slots = slots};
-  // Few rows leave multiprocessors idle: then as many blocks per row as run at once.
-  const bool few = device.clusters && op.rows * kMaxPortableCluster <= 4 * device.sms && row_bytes >= kFewRowBytes;
+  // Few rows leave multiprocessors idle: then as many blocks per row as there can be.
+  const bool few = device.clusters && op.rows * kMaxPortableCluster <= 4 * device.sms && slots >= kMinFewSlots;
   if (slots <= MaxPartSlots(op, device) && !few) {
     // The row may touch one slot more than it has whole ones; that one is not worth twice the threads.
     const int64_t whole = std::max(1, slots - (Op::kMode == Mode::kPlain ? 0 : 1));
     plan.threads_per_row = std::min(NextPowerOfTwo(CeilDiv(whole, Op::kSlotsPerThread)), kMaxThreads);
     plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   } else {
-    const auto wave = static_cast<int>(std::bit_floor(static_cast<uint64_t>(device.sms / op.rows)));
-    plan.cluster = static_cast<int>(std::min<int64_t>(CeilDiv(row_bytes, kClusterPartBytes<Op>), kMaxPortableCluster));
-    if (few) plan.cluster = std::clamp(wave, 1, kMaxPortableCluster);
-    if (CeilDiv(row_bytes, plan.cluster) > device.max_shared_bytes - kStaticSharedBytes)
-      plan.cluster = kMaxPortableCluster;
+    const int64_t parts = CeilDiv(row_bytes, kClusterPartBytes<Op>);
+    plan.cluster = few ? kMaxPortableCluster : static_cast<int>(std::min<int64_t>(parts, kMaxPortableCluster));
     plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
-    const int64_t warps = CeilDiv(plan.part_slots, 16 / Op::kColumnInputs * kWarp);
-    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, 64, kMaxThreads));
+    const int per_thread = few || Op::kColumnInputs > 1 ? 8 : 14;
+    const int64_t warps = CeilDiv(plan.part_slots, per_thread * kWarp);
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxThreads));
   }
   const Grid grid = {.blocks = CeilDiv(op.rows, plan.rows_per_block) * plan.cluster,
                      .threads = plan.threads_per_row * plan.rows_per_block,

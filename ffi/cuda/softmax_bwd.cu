@@ -128,7 +128,6 @@ struct SoftmaxBwd {
   // The variant is the form.
   template <typename F>
   __device__ __forceinline__ void WithVariant(F f) const {
-    if constexpr (kGeneral) return f(form);
     switch (form) {
       case SoftmaxForm::kSoftmax:
         return f(std::integral_constant<SoftmaxForm, SoftmaxForm::kSoftmax>());

@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
     group = threadIdx.x / threads;
     index = index * plan.rows_per_block + group;
   } else if (plan.cluster > 1) {
-    ClusterArrive();
+    ClusterStart(&shared.barrier, 1);
     index = blockIdx.x / plan.cluster;
     rank = blockIdx.x % plan.cluster;
   }
@@ -338,10 +338,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes) + group * plan.part_slots * op.Inputs();
   const Stage<Op> stage = {op, row, base, plan.part_slots, begin, end, thread, threads};
   stage.CopyHalves();
-  if (plan.cluster > 1) ClusterWait();  // every peer is running, its shared memory exists
+  if (plan.cluster > 1) ClusterWait();
   op.WithVariant([&](auto variant) {
-    const auto own = stage.ReduceHalves(variant);
-    stage.Store(variant, MergeRow(own, threads / kWarp, plan.cluster, rank, shared));
+    auto total = MergeWarps(stage.ReduceHalves(variant), threads / kWarp, shared);
+    if (plan.cluster > 1) total = MergeBlocks(total, plan.cluster, rank, shared);
+    stage.Store(variant, total);
   });
 }
 
@@ -373,7 +374,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const Stage<Op> stage = StageChunk(op, row, plan, blockIdx.x, shared_bytes);
   stage.CopyHalves(/*reduce_only=*/true);
   op.WithVariant([&](auto variant) {
-    const auto total = MergeRow(stage.ReduceHalves(variant), blockDim.x / kWarp, 1, 0, shared);
+    const auto total = MergeWarps(stage.ReduceHalves(variant), blockDim.x / kWarp, shared);
     if (threadIdx.x == 0) partials[blockIdx.x] = total;
   });
 }
@@ -392,7 +393,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int c = threadIdx.x; c < plan.chunks; c += blockDim.x) {
     own = Partial::Merge(own, partials[item / plan.chunks * plan.chunks + c]);
   }
-  const Partial total = MergeRow(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, 1, 0, shared);
+  const Partial total = MergeWarps(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, shared);
   CopyWait<0>();
   stage.PadEdges(stage.begin, stage.end);
   op.WithVariant([&](auto variant) { stage.Store(variant, total); });

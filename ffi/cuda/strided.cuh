@@ -54,10 +54,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
   using V = Vec<T, kVec>;
   constexpr int kArrays = Op::kColumnInputs;
   extern __shared__ uint4 shared_bytes[];
+  __shared__ uint64_t barriers[2];
   int rank = 0;
   int64_t block = blockIdx.x;
   if (plan.cluster > 1) {
-    ClusterArrive();
+    ClusterStart(barriers, 2);
     rank = static_cast<int>(block % plan.cluster);
     block /= plan.cluster;
   }
@@ -143,10 +144,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
     }
     if (plan.cluster > 1) {
       Value* const peers = buffer + warps * plan.lanes_x;
-      if (turn == 1) ClusterWait();  // every peer is running, its shared memory exists
-      if (ty < plan.cluster) StoreToPeer(&peers[rank * plan.lanes_x + tx], ty, value);
-      ClusterArrive();
-      ClusterWait();
+      if (ty < plan.cluster) SendToPeer(&peers[rank * plan.lanes_x + tx], &barriers[turn - 1], ty, value);
+      ReceiveFromPeers(&barriers[turn - 1], plan.cluster * plan.lanes_x * static_cast<int>(sizeof(Value)), 0);
       value = peers[tx];
       for (int r = 1; r < plan.cluster; ++r) value = merge(value, peers[r * plan.lanes_x + tx]);
     }
@@ -154,6 +153,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
   };
 
   CopyWait<0>();
+  if (plan.cluster > 1) ClusterWait();
   op.WithVariant([&](auto variant) {
     typename Op::ColumnFinal final[kVec];
     op.template ReduceColumns<kVec>(variant, column, for_each, all_reduce, final);

@@ -27,16 +27,24 @@ namespace {
 // Elements of a tile: 128 KiB of float32, so that a buffer stays in the second-level cache.
 template <typename A>
 inline constexpr int64_t kTileElements = 128 * 1024 / sizeof(A);
+// Tiles of the backward across rows fit the first-level cache, from which its two buffers are read once. The forward
+// reads them twice and pays for merging the statistics of each one, so that more lines to a tile are better there.
+template <typename A>
+inline constexpr int64_t kSmallTileElements = 32 * 1024 / sizeof(A);
 // The chunks of a longer row are short enough for the first-level cache, because they are read twice.
 inline constexpr int64_t kRowChunk = 4096;
+// A thread works through this much of a group's chunks: 256 KiB of float32, which the second-level cache still holds
+// when the results are written.
+inline constexpr int64_t kPartElements = 64 * 1024;
 // Rows up to this length are worth interleaving; four of them fit the first-level cache.
 inline constexpr int64_t kShortRow = 2048;
 // The most elements in a vector: 64 bytes of a 16-bit type.
 inline constexpr int64_t kMaxLanes = 32;
 inline constexpr int64_t kGatheredElements = 4096;
-// Neighbouring rows in a tile, where inner > 1: at least whole cache lines, at most what the arrays of statistics hold.
-inline constexpr int64_t kMinWidth = 64;
-inline constexpr int64_t kMaxWidth = 512;
+// Neighbouring rows in a tile, where inner > 1: a page of memory. Lines of 256 bytes took twice the time, since each one
+// costs a look-up of its page, and threads that write to one page for the first time wait for one another.
+template <typename A>
+inline constexpr int64_t kMaxWidth = 4096 / sizeof(A);
 
 // `width` neighbouring rows from `row` on, times `length` axis positions from `start` on. `offset` is where its first
 // element lies in the full array.
@@ -45,10 +53,10 @@ struct Tile {
 };
 
 // How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. Tiles are numbered
-// [group][chunk].
+// [group][chunk]. Consecutive chunks of a group make a part, which is the work of one thread.
 struct Grid {
   AxisShape shape;
-  int64_t width, blocks, groups, chunk, chunks;
+  int64_t width, blocks, groups, chunk, chunks, part, parts;
 
   Grid(const AxisShape& shape, int64_t width, int64_t chunk)
       : shape(shape),
@@ -56,23 +64,25 @@ struct Grid {
         blocks((shape.inner + width - 1) / width),
         groups(shape.outer * blocks),
         chunk(chunk),
-        chunks((shape.axis + chunk - 1) / chunk) {}
+        chunks((shape.axis + chunk - 1) / chunk),
+        part(std::max<int64_t>(1, kPartElements / (width * chunk))),
+        parts((chunks + part - 1) / part) {}
 
-  Tile tile(int64_t index) const {
-    const int64_t group = chunks == 1 ? index : index / chunks, start = (index - group * chunks) * chunk;
+  Tile tile(int64_t group, int64_t index) const {
     const int64_t outer = blocks == 1 ? group : group / blocks, i = (group - outer * blocks) * width;
+    const int64_t start = index * chunk;
     return {outer * shape.inner + i, std::min(width, shape.inner - i), start, std::min(chunk, shape.axis - start),
             (outer * shape.axis + start) * shape.inner + i};
   }
 };
 
-Grid MakeGrid(const AxisShape& shape, int64_t tile_elements) {
-  if (shape.inner == 1) return Grid(shape, 1, shape.axis <= tile_elements ? shape.axis : kRowChunk);
-  const int64_t fitting = std::clamp(tile_elements / shape.axis, kMinWidth, kMaxWidth);
-  const int64_t blocks = (shape.inner + fitting - 1) / fitting;
+template <typename A>
+Grid MakeGrid(const AxisShape& shape, int64_t column_tile) {
+  if (shape.inner == 1) return Grid(shape, 1, shape.axis <= kTileElements<A> ? shape.axis : kRowChunk);
   // Blocks of equal width, rounded up to whole vectors.
+  const int64_t blocks = (shape.inner + kMaxWidth<A> - 1) / kMaxWidth<A>;
   const int64_t width = std::min(shape.inner, ((shape.inner + blocks - 1) / blocks + 15) / 16 * 16);
-  return Grid(shape, width, std::min(shape.axis, tile_elements / width));
+  return Grid(shape, width, std::min(shape.axis, column_tile / width));
 }
 
 // ---- Gathering ----
@@ -198,9 +208,9 @@ JAXNORM_SIMD_CLONES void ScaleAndBias(const SoftmaxFwdArgs& args, const Tile& ti
 
 // ---- Loops ----
 //
-// Max and Sum reduce f over the axis into one statistic per row; ForEach only calls it. f gets (at, packed, row): the
-// element's position relative to the tile's first one in memory, in a packed buffer, and in an array of statistics.
-// kStep elements are a vector of the type that is read.
+// Max and Sum reduce f over the axis into one statistic per row; ForEach only calls it. f gets (at, row): the element's
+// position relative to the tile's first one in memory, and in an array of statistics. kStep elements are a vector of the
+// type that is read.
 
 // One contiguous row, or several at once: the steps of one row wait for one another, so that short rows take less time
 // interleaved. The loops run over whole vectors, since remainder loops would dominate short rows. So f is called for up
@@ -229,9 +239,9 @@ class RowLoops {
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
       for (int64_t start = 0; start < n_; start += kStep) {
-        const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
+        const int64_t at = row * pitch_ + start;
 #pragma omp simd
-        for (int64_t i = 0; i < kStep; ++i) f(at + i, packed + i, row);
+        for (int64_t i = 0; i < kStep; ++i) f(at + i, row);
       }
     }
   }
@@ -281,9 +291,9 @@ class RowLoops {
       for (int64_t start = block; start < stop; start += kStep) {
 #pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
-          const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
+          const int64_t at = row * pitch_ + start;
 #pragma omp simd
-          for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = combine(f(at + i, packed + i, row), lanes[row][i]);
+          for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = combine(f(at + i, row), lanes[row][i]);
         }
       }
 #pragma GCC unroll 4
@@ -298,10 +308,10 @@ class RowLoops {
     const int32_t valid = static_cast<int32_t>(n_ - last);
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
-      const int64_t at = row * pitch_ + last, packed = row * Layout::RoundUp(n_) + last;
+      const int64_t at = row * pitch_ + last;
 #pragma omp simd
       for (int32_t i = 0; i < kStep; ++i) {
-        const A x = f(at + i, packed + i, row);
+        const A x = f(at + i, row);
         lanes[row][i] = combine(i < valid ? x : identity, totals[row][i]);
       }
     }
@@ -328,7 +338,7 @@ class ColumnLoops {
   ColumnLoops(const Tile& tile, int64_t pitch) : width_(tile.width), n_(tile.width), pitch_(pitch) {
     const int64_t size = tile.length * width_;
     if (width_ == pitch && width_ < kNarrow) {
-      n_ = std::min(size, kMaxWidth / width_ / 16 * 16 * width_);
+      n_ = std::min(size, kNarrowLine / width_ / 16 * 16 * width_);
       pitch_ = n_;
     }
     lines_ = (size + n_ - 1) / n_;
@@ -339,8 +349,7 @@ class ColumnLoops {
   JAXNORM_INLINE void Max(A* max, F f) const {
     const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { max[row] = x > max[row] ? x : max[row]; };
     for (int64_t row = 0; row < n_; ++row) max[row] = -kInfinity<A>;
-    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row)
-                       JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    ForEach<kStep>([=](int64_t at, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, row)); });
     MergeCopies(max, take);
   }
 
@@ -348,8 +357,7 @@ class ColumnLoops {
   JAXNORM_INLINE void Sum(A* sum, F f) const {
     const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { sum[row] += x; };
     for (int64_t row = 0; row < n_; ++row) sum[row] = 0;
-    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row)
-                       JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    ForEach<kStep>([=](int64_t at, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, row)); });
     MergeCopies(sum, take);
   }
 
@@ -358,7 +366,7 @@ class ColumnLoops {
     for (int64_t line = 0; line < lines_; ++line) {
       const int64_t n = line + 1 < lines_ ? n_ : last_n_;
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) f(line * pitch_ + i, line * n_ + i, i);
+      for (int64_t i = 0; i < n; ++i) f(line * pitch_ + i, i);
     }
   }
 
@@ -380,7 +388,7 @@ class ColumnLoops {
   }
 
  private:
-  static constexpr int64_t kNarrow = 32;
+  static constexpr int64_t kNarrow = 32, kNarrowLine = 512;
 
   template <typename A, typename Take>
   JAXNORM_INLINE void MergeCopies(A* stat, Take take) const {
@@ -422,27 +430,15 @@ struct FwdCore {
     const S* x_tile = x + tile.offset;
     S* y_tile = y + tile.offset;
     const auto z = [=, *this](int64_t at) JAXNORM_INLINE_LAMBDA { return ToAcc(x_tile[at]) * factor; };
-    A max[kMaxWidth], sum[kMaxWidth];
-
+    A max[kMaxWidth<A>], sum[kMaxWidth<A>];
     if (steps == kResults) {
       loops.Load(stats, max);
       loops.Load(stats + tile.width, sum);
     } else {
-      loops.template Max<kStep>(max, [=](int64_t at, int64_t, int64_t) JAXNORM_INLINE_LAMBDA { return z(at); });
-    }
-    if (steps == kWhole && !log) {
-      A* terms = ThreadBuffer<A, 1>();  // 0 may hold x
-      loops.template Sum<kStep>(sum, [=, m = loops.View(max)](int64_t at, int64_t packed, int64_t row)
-                                         JAXNORM_INLINE_LAMBDA { return terms[packed] = Exp(z(at) - m[row]); });
-      loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
-      loops.template ForEach<kStep>([=, scale = loops.View(sum)](int64_t at, int64_t packed, int64_t row)
-                                        JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>(terms[packed] * scale[row]); });
-      return;
-    }
-    if (steps != kResults) {
-      A shift[kMaxWidth];
+      A shift[kMaxWidth<A>];
+      loops.template Max<kStep>(max, [=](int64_t at, int64_t) JAXNORM_INLINE_LAMBDA { return z(at); });
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { shift[row] = FiniteShift(max[row]); });
-      loops.template Sum<kStep>(sum, [=, m = loops.View(shift)](int64_t at, int64_t, int64_t row)
+      loops.template Sum<kStep>(sum, [=, m = loops.View(shift)](int64_t at, int64_t row)
                                          JAXNORM_INLINE_LAMBDA { return Exp(z(at) - m[row]); });
     }
     if (steps == kStatistics) {
@@ -450,12 +446,13 @@ struct FwdCore {
       std::copy_n(sum, tile.width, stats + tile.width);
     } else if (log) {
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = std::log(sum[row]); });
-      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row)
+      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t row)
                                         JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>((z(at) - m[row]) - s[row]); });
     } else {
+      // The exponential again: as fast as keeping the first one in a buffer, or faster in rows of some thousands.
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
       loops.template ForEach<kStep>(
-          [=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row)
+          [=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t row)
               JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>(Exp(z(at) - m[row]) * s[row]); });
     }
   }
@@ -494,18 +491,18 @@ struct BwdCore {
     const S* t_tile = t + tile.offset;
     S* out_tile = out + tile.offset;
     const A factor = this->factor;
-    A sum[kMaxWidth];
+    A sum[kMaxWidth<A>];
     if (steps == kResults) {
       loops.Load(stats, sum);
     } else {
-      loops.template Sum<kStep>(sum, [=](int64_t at, int64_t, int64_t)
-                                         JAXNORM_INLINE_LAMBDA { return Term(ToAcc(y_tile[at]), ToAcc(t_tile[at])); });
+      loops.template Sum<kStep>(
+          sum, [=](int64_t at, int64_t) JAXNORM_INLINE_LAMBDA { return Term(ToAcc(y_tile[at]), ToAcc(t_tile[at])); });
     }
     if (steps == kStatistics) {
       std::copy_n(sum, tile.width, stats);
       return;
     }
-    loops.template ForEach<kStep>([=, s = loops.View(sum)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
+    loops.template ForEach<kStep>([=, s = loops.View(sum)](int64_t at, int64_t row) JAXNORM_INLINE_LAMBDA {
       out_tile[at] = FromAcc<S>(factor * Result(ToAcc(y_tile[at]), ToAcc(t_tile[at]), s[row]));
     });
   }
@@ -531,7 +528,7 @@ struct BwdCore {
 
 // Whole rows of one length, `pitch` apart.
 template <typename Core>
-JAXNORM_INLINE void RunRows(const Core& core, int64_t offset, int64_t rows, int64_t length, int64_t pitch) {
+JAXNORM_SIMD_CLONES void RunRows(const Core& core, int64_t offset, int64_t rows, int64_t length, int64_t pitch) {
   constexpr int kTogether = Core::kRowsTogether;
   const auto run = [&]<int kRows>(int64_t row) JAXNORM_INLINE_LAMBDA {
     const Tile tile{0, kRows, 0, length, offset + row * pitch};
@@ -544,57 +541,32 @@ JAXNORM_INLINE void RunRows(const Core& core, int64_t offset, int64_t rows, int6
   for (; row < rows; ++row) run.template operator()<1>(row);
 }
 
-// Runs tiles [begin, end) in place. The statistics of tile i are at stats[i * kStats * grid.width]; the results of a
-// group are made from those of its first tile.
 template <typename Loops, typename Core>
-JAXNORM_SIMD_CLONES void RunInPlace(const Core& core, const Grid& grid, int64_t begin, int64_t end, Steps steps,
-                                    typename Core::A* stats) {
-  const AxisShape& shape = grid.shape;
-  if constexpr (Loops::kAlongRows) {
-    if (steps == kWhole) {
-      RunRows(core, begin * shape.axis, end - begin, shape.axis, shape.axis);
-      return;
-    }
-  }
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t at = steps == kResults ? i / grid.chunks * grid.chunks : i;
-    core.template Run<Loops>(grid.tile(i), shape.inner, steps, stats + at * Core::kStats * grid.width);
-  }
+JAXNORM_SIMD_CLONES void RunTile(const Core& core, const Tile& tile, int64_t pitch, Steps steps,
+                                 typename Core::A* stats) {
+  core.template Run<Loops>(tile, pitch, steps, stats);
 }
 
 // Runs a gathered tile, for which the core's pointers are buffers.
 template <typename Loops, typename Core>
-JAXNORM_SIMD_CLONES void RunBuffer(const Core& core, const AxisShape& shape, const Tile& tile, Steps steps,
-                                   typename Core::A* stats) {
+void RunBuffer(const Core& core, const AxisShape& shape, const Tile& tile, Steps steps, typename Core::A* stats) {
   const Layout layout(shape, tile);
-  if constexpr (Loops::kAlongRows) {
-    if (steps == kWhole) {
-      RunRows(core, 0, layout.lines, layout.n, layout.buffer_pitch);
-      return;
-    }
+  if (Loops::kAlongRows && steps == kWhole) {
+    RunRows(core, 0, layout.lines, layout.n, layout.buffer_pitch);
+  } else {
+    RunTile<Loops>(core, {0, tile.width, 0, tile.length, 0}, layout.buffer_pitch, steps, stats);
   }
-  core.template Run<Loops>({0, tile.width, 0, tile.length, 0}, layout.buffer_pitch, steps, stats);
 }
 
-// Merges the statistics of each group's tiles, in order, into those of its first one.
 template <typename Core>
-JAXNORM_SIMD_CLONES void MergeGroups(const Grid& grid, int64_t begin, int64_t end, typename Core::A* stats) {
-  const int64_t stride = Core::kStats * grid.width;
-  for (int64_t group = begin; group < end; ++group) {
-    typename Core::A* first = stats + group * grid.chunks * stride;
-    for (int64_t chunk = 1; chunk < grid.chunks; ++chunk) {
-      Core::Merge(first + chunk * stride, first, grid.tile(group * grid.chunks).width);
-    }
-  }
+JAXNORM_SIMD_CLONES void Merge(const typename Core::A* from, typename Core::A* into, int64_t width) {
+  Core::Merge(from, into, width);
 }
 
 // ---- Kernels ----
 //
-// A kernel runs a core in place, or gathers a tile, runs a core in the buffer, and scatters the results.
-
-// float16 is always gathered: its conversions are fast in bulk only (see ToAccRun).
-template <typename T>
-inline constexpr bool kMayBeInPlace = !std::is_same_v<T, F16>;
+// A kernel runs a core in place, or gathers a tile, runs a core in the buffer, and scatters the results. float16 is
+// always gathered: its conversions are fast in bulk only (see ToAccRun).
 
 template <typename T, typename LoopsT>
 struct FwdKernel {
@@ -602,6 +574,8 @@ struct FwdKernel {
   using Loops = LoopsT;
   using Element = T;
   using BufferCore = FwdCore<A>;
+  static constexpr bool kMayBeInPlace = !std::is_same_v<T, F16>;
+  static constexpr int64_t kColumnTile = kTileElements<A>;
   const SoftmaxFwdArgs& args;
 
   bool InPlace() const { return !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape); }
@@ -629,6 +603,10 @@ struct BwdKernel {
   using Loops = LoopsT;
   using Element = T;
   using BufferCore = BwdCore<A, kForm>;
+  // Forward-mode derivatives of log_softmax are too rare to compile for every type.
+  static constexpr bool kMayBeInPlace =
+      !std::is_same_v<T, F16> && (std::is_same_v<T, A> || kForm != SoftmaxForm::kLogJvp);
+  static constexpr int64_t kColumnTile = kSmallTileElements<A>;
   const SoftmaxBwdArgs& args;
 
   bool InPlace() const { return !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape); }
@@ -641,12 +619,12 @@ struct BwdKernel {
   void RunGathered(const Tile& tile, Steps steps, A* stats) const {
     A* y = ThreadBuffer<A, 0>();
     A* t = ThreadBuffer<A, 1>();
-    Gather<T>(args.y, args.shape, tile, y);
-    Gather<T>(args.t, args.shape, tile, t);
-    if (args.where) {
-      FillMasked(args.where, args.shape, tile, A{0}, y);
-      FillMasked(args.where, args.shape, tile, A{0}, t);
+    if (kForm != SoftmaxForm::kLogVjp || steps != kStatistics) {  // its statistic is a sum of t alone
+      Gather<T>(args.y, args.shape, tile, y);
+      if (args.where) FillMasked(args.where, args.shape, tile, A{0}, y);
     }
+    Gather<T>(args.t, args.shape, tile, t);
+    if (args.where) FillMasked(args.where, args.shape, tile, A{0}, t);
     RunBuffer<Loops>(BufferCore{y, t, y, static_cast<A>(args.factor)}, args.shape, tile, steps, stats);
     if (steps == kStatistics) return;
     if (args.where) FillMasked(args.where, args.shape, tile, A{0}, y);
@@ -656,73 +634,97 @@ struct BwdKernel {
 
 // ---- Execution ----
 
-// Tiles [begin, end), which one thread runs in order. Memory before `limit` is theirs to write, so that a row may
-// overrun into the next ones; the last ones, which would overrun the limit, are gathered.
+// Groups [begin, end), each of one tile, from start to end. In place, rows overrun into the next ones, which are written
+// later; those that would overrun the last one here, where another thread may be at work, are gathered.
 template <typename Kernel>
-void RunSteps(const Kernel& kernel, const Grid& grid, int64_t begin, int64_t end, int64_t limit, Steps steps,
-              typename Kernel::A* stats) {
-  const bool along_rows = grid.shape.inner == 1;
+void RunWhole(const Kernel& kernel, const Grid& grid, int64_t begin, int64_t end) {
+  using Loops = typename Kernel::Loops;
+  const AxisShape& shape = grid.shape;
   int64_t split = begin;
-  if constexpr (kMayBeInPlace<typename Kernel::Element>) {
+  if constexpr (Kernel::kMayBeInPlace) {
     if (kernel.InPlace()) {
-      constexpr int64_t kStep = kLanes<typename Kernel::Element>;
-      for (split = end; along_rows && split > begin; --split) {
-        const Tile last = grid.tile(split - 1);
-        if (last.offset + (last.length + kStep - 1) / kStep * kStep <= limit) break;
+      const auto core = kernel.InPlaceCore();
+      if constexpr (Loops::kAlongRows) {
+        const int64_t overrun = -shape.axis & (core.kStep - 1);
+        split = std::max(begin, end - (overrun + shape.axis - 1) / shape.axis);
+        RunRows(core, begin * shape.axis, split - begin, shape.axis, shape.axis);
+      } else {
+        for (; split < end; ++split) RunTile<Loops>(core, grid.tile(split, 0), shape.inner, kWhole, nullptr);
       }
-      RunInPlace<typename Kernel::Loops>(kernel.InPlaceCore(), grid, begin, split, steps, stats);
     }
   }
   // Short rows are gathered several at a time, as many as fit the first-level cache.
   const int64_t together =
-      along_rows && steps == kWhole ? std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(grid.shape.axis)) : 1;
+      Loops::kAlongRows ? std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(shape.axis)) : 1;
   for (int64_t i = split; i < end; i += together) {
-    Tile tile = grid.tile(i);
-    if (along_rows) tile.width = std::min(together, end - i);
-    const int64_t at = steps == kResults ? i / grid.chunks * grid.chunks : i;
-    kernel.RunGathered(tile, steps, stats + at * Kernel::BufferCore::kStats * grid.width);
+    Tile tile = grid.tile(i, 0);
+    if (Loops::kAlongRows) tile.width = std::min(together, end - i);
+    kernel.RunGathered(tile, kWhole, nullptr);
   }
 }
 
+// One of a group's chunks. No row may overrun its own.
+template <typename Kernel>
+void RunChunk(const Kernel& kernel, const Grid& grid, const Tile& tile, Steps steps, typename Kernel::A* stats) {
+  using Loops = typename Kernel::Loops;
+  if constexpr (Kernel::kMayBeInPlace) {
+    if (kernel.InPlace()) {
+      const auto core = kernel.InPlaceCore();
+      if (!Loops::kAlongRows || tile.length % core.kStep == 0) {
+        return RunTile<Loops>(core, tile, grid.shape.inner, steps, stats);
+      }
+    }
+  }
+  kernel.RunGathered(tile, steps, stats);
+}
+
+// What depends on the shape alone (the order of the merges, above all) decides the results; the number of threads and
+// their timing do not.
 template <typename Kernel>
 ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel& kernel) {
   using A = typename Kernel::A;
-  const AxisShape& shape = kernel.args.shape;
-  const Grid grid = MakeGrid(shape, kTileElements<A>);
-  const int64_t tiles = grid.groups * grid.chunks;
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
+  using Core = typename Kernel::BufferCore;
+  const Grid grid = MakeGrid<A>(kernel.args.shape, Kernel::kColumnTile);
   if (grid.chunks == 1) {
-    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) {
-      const int64_t limit = end < tiles ? grid.tile(end).offset : shape.size();
-      RunSteps(kernel, grid, begin, end, limit, kWhole, static_cast<A*>(nullptr));
-    });
+    const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
+    ParallelFor(pool, grid.groups, grain, [&](int64_t begin, int64_t end) { RunWhole(kernel, grid, begin, end); });
     return ffi::Error::Success();
   }
 
-  std::vector<A> stats(tiles * Kernel::BufferCore::kStats * grid.width);
-  const auto run = [&](Steps steps, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Tile tile = grid.tile(i);
-      RunSteps(kernel, grid, i, i + 1, tile.offset + tile.length, steps, stats.data());
-    }
+  const int64_t stride = Core::kStats * grid.width, units = grid.groups * grid.parts;
+  std::vector<A> stats(units * stride);
+  const auto for_each_chunk = [&](int64_t unit, auto run) {
+    const int64_t group = unit / grid.parts, first = unit % grid.parts * grid.part;
+    for (int64_t i = first; i < std::min(first + grid.part, grid.chunks); ++i) run(grid.tile(group, i), i == first);
   };
-  const auto merge = [&](int64_t begin, int64_t end) {
-    MergeGroups<typename Kernel::BufferCore>(grid, begin, end, stats.data());
-  };
-  // With groups enough for all threads a group stays on one, whose cache may still hold it when it is written.
-  // Otherwise each step is spread by itself.
-  constexpr int64_t kGroupsPerThread = 4;
-  if (grid.groups >= kGroupsPerThread * pool.num_threads()) {
-    ParallelFor(pool, grid.groups, 1, [&](int64_t begin, int64_t end) {
-      run(kStatistics, begin * grid.chunks, end * grid.chunks);
-      merge(begin, end);
-      run(kResults, begin * grid.chunks, end * grid.chunks);
+  const auto statistics = [&](int64_t unit) {
+    A* total = &stats[unit * stride];
+    for_each_chunk(unit, [&](const Tile& tile, bool first) {
+      A chunk[Core::kStats * kMaxWidth<A>];
+      RunChunk(kernel, grid, tile, kStatistics, first ? total : chunk);
+      if (!first) Merge<Core>(chunk, total, tile.width);
     });
-  } else {
-    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) { run(kStatistics, begin, end); });
-    ParallelFor(pool, grid.groups, std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunks)), merge);
-    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) { run(kResults, begin, end); });
+  };
+  const auto results = [&](int64_t unit) {
+    A* total = &stats[unit / grid.parts * grid.parts * stride];
+    for_each_chunk(unit, [&](const Tile& tile, bool) { RunChunk(kernel, grid, tile, kResults, total); });
+  };
+  if (grid.parts == 1) {
+    ParallelFor(pool, units, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit) {
+        statistics(unit);
+        results(unit);
+      }
+    });
+    return ffi::Error::Success();
   }
+  // A group that is too large for the cache is spread over the threads, step by step.
+  ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { statistics(unit); });
+  ParallelFor(pool, grid.groups, 1, [&](int64_t group, int64_t) {
+    A* total = &stats[group * grid.parts * stride];
+    for (int64_t i = 1; i < grid.parts; ++i) Merge<Core>(total + i * stride, total, grid.tile(group, 0).width);
+  });
+  ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { results(unit); });
   return ffi::Error::Success();
 }
 

@@ -45,6 +45,8 @@ inline constexpr int64_t kGatheredElements = 4096;
 // costs a look-up of its page, and threads that write to one page for the first time wait for one another.
 template <typename A>
 inline constexpr int64_t kMaxWidth = 4096 / sizeof(A);
+// The most statistics that an operation has.
+inline constexpr int kMaxStats = 2;
 
 // `width` neighbouring rows from `row` on, times `length` axis positions from `start` on. `offset` is where its first
 // element lies in the full array.
@@ -52,8 +54,8 @@ struct Tile {
   int64_t row, width, start, length, offset;
 };
 
-// How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. Tiles are numbered
-// [group][chunk]. Consecutive chunks of a group make a part, which is the work of one thread.
+// How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. A group and a chunk make a tile;
+// consecutive chunks of a group make a part, which is the work of one thread.
 struct Grid {
   AxisShape shape;
   int64_t width, blocks, groups, chunk, chunks, part, parts;
@@ -67,6 +69,10 @@ struct Grid {
         chunks((shape.axis + chunk - 1) / chunk),
         part(std::max<int64_t>(1, kPartElements / (width * chunk))),
         parts((chunks + part - 1) / part) {}
+
+  // The chunks of a unit of work, which are numbered [group][part].
+  int64_t first(int64_t unit) const { return unit % parts * part; }
+  int64_t last(int64_t unit) const { return std::min(first(unit) + part, chunks); }
 
   Tile tile(int64_t group, int64_t index) const {
     const int64_t outer = blocks == 1 ? group : group / blocks, i = (group - outer * blocks) * width;
@@ -143,22 +149,6 @@ JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, c
   }
 }
 
-// buffer[i] = combine(buffer[i], operand's element for i) over a tile.
-template <typename U, typename A, typename Combine>
-JAXNORM_INLINE void CombineOperand(const Operand& operand, const AxisShape& shape, const Tile& tile, A* buffer,
-                                   Combine combine) {
-  ForEachRun<U>(operand, shape, tile, [=](const U* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
-    if (step == 0) {
-      const U value = *source;
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], value);
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], source[i]);
-    }
-  });
-}
-
 template <typename T>
 JAXNORM_SIMD_CLONES void Gather(const Operand& operand, const AxisShape& shape, const Tile& tile, Acc<T>* buffer) {
   ForEachRun<T>(operand, shape, tile, [=](const T* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
@@ -182,27 +172,32 @@ JAXNORM_SIMD_CLONES void Scatter(const Acc<T>* buffer, const AxisShape& shape, c
 template <typename A>
 JAXNORM_SIMD_CLONES void FillMasked(const Operand& where, const AxisShape& shape, const Tile& tile, A value,
                                     A* buffer) {
-  CombineOperand<uint8_t>(where, shape, tile, buffer,
-                          [=](A x, uint8_t keep) JAXNORM_INLINE_LAMBDA { return keep ? x : value; });
+  const auto fill = [=](const uint8_t* keep, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
+    if (step == 0) {
+      if (!*keep) std::fill_n(buffer + out, n, value);
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) buffer[out + i] = keep[i] ? buffer[out + i] : value;
+    }
+  };
+  ForEachRun<uint8_t>(where, shape, tile, fill);
 }
 
-// z = factor * scale * z + bias over a gathered tile.
-template <typename T>
-JAXNORM_SIMD_CLONES void ScaleAndBias(const SoftmaxFwdArgs& args, const Tile& tile, Acc<T>* z) {
-  using A = Acc<T>;
-  const A factor = static_cast<A>(args.factor);
-  if (args.scale) {
-    CombineOperand<T>(args.scale, args.shape, tile, z,
-                      [=](A x, T scale) JAXNORM_INLINE_LAMBDA { return factor * ToAcc(scale) * x; });
-  } else if (factor != 1) {
-    const Layout layout(args.shape, tile);
-    const int64_t size = layout.lines * layout.buffer_pitch;
+template <typename A>
+JAXNORM_SIMD_CLONES void Multiply(const A* by, A* z, int64_t n) {
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) z[i] *= factor;
-  }
-  if (args.bias) {
-    CombineOperand<T>(args.bias, args.shape, tile, z,
-                      [](A x, T bias) JAXNORM_INLINE_LAMBDA { return x + ToAcc(bias); });
+  for (int64_t i = 0; i < n; ++i) z[i] *= by[i];
+}
+
+// z[i] = factor * z[i] + bias[i]; no bias is a null pointer.
+template <typename A>
+JAXNORM_SIMD_CLONES void MultiplyAdd(A factor, const A* bias, A* z, int64_t n) {
+  if (bias) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) z[i] = factor * z[i] + bias[i];
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) z[i] *= factor;
   }
 }
 
@@ -547,20 +542,20 @@ JAXNORM_SIMD_CLONES void RunTile(const Core& core, const Tile& tile, int64_t pit
   core.template Run<Loops>(tile, pitch, steps, stats);
 }
 
-// Runs a gathered tile, for which the core's pointers are buffers.
-template <typename Loops, typename Core>
-void RunBuffer(const Core& core, const AxisShape& shape, const Tile& tile, Steps steps, typename Core::A* stats) {
-  const Layout layout(shape, tile);
-  if (Loops::kAlongRows && steps == kWhole) {
-    RunRows(core, 0, layout.lines, layout.n, layout.buffer_pitch);
-  } else {
-    RunTile<Loops>(core, {0, tile.width, 0, tile.length, 0}, layout.buffer_pitch, steps, stats);
-  }
+template <typename Core>
+JAXNORM_SIMD_CLONES void MergeStatistics(const typename Core::A* from, typename Core::A* into, int64_t width) {
+  Core::Merge(from, into, width);
 }
 
 template <typename Core>
-JAXNORM_SIMD_CLONES void Merge(const typename Core::A* from, typename Core::A* into, int64_t width) {
-  Core::Merge(from, into, width);
+void Run(const Core& core, bool along_rows, const Tile& tile, int64_t pitch, Steps steps, typename Core::A* stats) {
+  if (!along_rows) {
+    RunTile<ColumnLoops>(core, tile, pitch, steps, stats);
+  } else if (steps == kWhole) {
+    RunRows(core, tile.offset, tile.width, tile.length, pitch);
+  } else {
+    RunTile<RowLoops<1>>(core, tile, pitch, steps, stats);
+  }
 }
 
 // ---- Kernels ----
@@ -568,55 +563,99 @@ JAXNORM_SIMD_CLONES void Merge(const typename Core::A* from, typename Core::A* i
 // A kernel runs a core in place, or gathers a tile, runs a core in the buffer, and scatters the results. float16 is
 // always gathered: its conversions are fast in bulk only (see ToAccRun).
 
-template <typename T, typename LoopsT>
-struct FwdKernel {
+// What RunTiles needs of a kernel: virtual functions, so that it is compiled once per A.
+template <typename A>
+struct Kernel {
+  AxisShape shape;
+  int64_t column_tile;  // elements of a tile across rows
+  int64_t stats;        // statistics of a row
+  bool in_place;
+  int64_t step;  // elements in a vector, to which rows overrun in place
+
+  bool along_rows() const { return shape.inner == 1; }
+  virtual ~Kernel() = default;
+  virtual void RunInPlace(const Tile& tile, Steps steps, A* stats) const = 0;
+  virtual void RunGathered(const Tile& tile, Steps steps, A* stats) const = 0;
+  virtual void Merge(const A* from, A* into, int64_t width) const = 0;
+
+ protected:
+  // Runs a gathered tile, for which the core's pointers are buffers.
+  template <typename Core>
+  void RunBuffer(const Core& core, const Tile& tile, Steps steps, A* stats) const {
+    Run(core, along_rows(), {0, tile.width, 0, tile.length, 0}, Layout(shape, tile).buffer_pitch, steps, stats);
+  }
+};
+
+template <typename T>
+struct FwdKernel final : Kernel<Acc<T>> {
   using A = Acc<T>;
-  using Loops = LoopsT;
-  using Element = T;
-  using BufferCore = FwdCore<A>;
   static constexpr bool kMayBeInPlace = !std::is_same_v<T, F16>;
-  static constexpr int64_t kColumnTile = kTileElements<A>;
   const SoftmaxFwdArgs& args;
 
-  bool InPlace() const { return !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape); }
-
-  FwdCore<T> InPlaceCore() const {
-    return {static_cast<const T*>(args.x.data), static_cast<T*>(args.y), static_cast<A>(args.factor), args.log};
+  explicit FwdKernel(const SoftmaxFwdArgs& args) : args(args) {
+    this->shape = args.shape;
+    this->column_tile = kTileElements<A>;
+    this->stats = FwdCore<A>::kStats;
+    this->in_place = kMayBeInPlace && !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape);
+    this->step = kLanes<T>;
   }
 
-  void RunGathered(const Tile& tile, Steps steps, A* stats) const {
+  void RunInPlace(const Tile& tile, Steps steps, A* stats) const override {
+    if constexpr (kMayBeInPlace) {
+      const FwdCore<T> core{static_cast<const T*>(args.x.data), static_cast<T*>(args.y), static_cast<A>(args.factor),
+                            args.log};
+      Run(core, this->along_rows(), tile, Layout(args.shape, tile).memory_pitch, steps, stats);
+    }
+  }
+
+  void RunGathered(const Tile& tile, Steps steps, A* stats) const override {
     A* z = ThreadBuffer<A, 0>();
+    A* operand = ThreadBuffer<A, 1>();
+    const Layout layout(args.shape, tile);
+    const int64_t size = layout.lines * layout.buffer_pitch;
     Gather<T>(args.x, args.shape, tile, z);
-    ScaleAndBias<T>(args, tile, z);
+    if (args.scale) {
+      Gather<T>(args.scale, args.shape, tile, operand);
+      Multiply(operand, z, size);
+    }
+    if (args.bias) Gather<T>(args.bias, args.shape, tile, operand);
+    if (args.bias || args.factor != 1) MultiplyAdd(static_cast<A>(args.factor), args.bias ? operand : nullptr, z, size);
     if (args.where) FillMasked(args.where, args.shape, tile, -kInfinity<A>, z);
-    RunBuffer<Loops>(BufferCore{z, z, A{1}, args.log}, args.shape, tile, steps, stats);
+    this->RunBuffer(FwdCore<A>{z, z, A{1}, args.log}, tile, steps, stats);
     if (steps == kStatistics) return;
     // Needed for softmax too: a NaN elsewhere in the row has spread to the masked elements.
     if (args.where) FillMasked(args.where, args.shape, tile, args.log ? -kInfinity<A> : A{0}, z);
     Scatter<T>(z, args.shape, tile, static_cast<T*>(args.y));
   }
+
+  void Merge(const A* from, A* into, int64_t width) const override { MergeStatistics<FwdCore<A>>(from, into, width); }
 };
 
-template <typename T, typename LoopsT, SoftmaxForm kForm>
-struct BwdKernel {
+template <typename T, SoftmaxForm kForm>
+struct BwdKernel final : Kernel<Acc<T>> {
   using A = Acc<T>;
-  using Loops = LoopsT;
-  using Element = T;
-  using BufferCore = BwdCore<A, kForm>;
   // Forward-mode derivatives of log_softmax are too rare to compile for every type.
   static constexpr bool kMayBeInPlace =
       !std::is_same_v<T, F16> && (std::is_same_v<T, A> || kForm != SoftmaxForm::kLogJvp);
-  static constexpr int64_t kColumnTile = kSmallTileElements<A>;
   const SoftmaxBwdArgs& args;
 
-  bool InPlace() const { return !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape); }
-
-  BwdCore<T, kForm> InPlaceCore() const {
-    return {static_cast<const T*>(args.y.data), static_cast<const T*>(args.t.data), static_cast<T*>(args.out),
-            static_cast<A>(args.factor)};
+  explicit BwdKernel(const SoftmaxBwdArgs& args) : args(args) {
+    this->shape = args.shape;
+    this->column_tile = kSmallTileElements<A>;
+    this->stats = BwdCore<A, kForm>::kStats;
+    this->in_place = kMayBeInPlace && !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape);
+    this->step = kLanes<T>;
   }
 
-  void RunGathered(const Tile& tile, Steps steps, A* stats) const {
+  void RunInPlace(const Tile& tile, Steps steps, A* stats) const override {
+    if constexpr (kMayBeInPlace) {
+      const BwdCore<T, kForm> core{static_cast<const T*>(args.y.data), static_cast<const T*>(args.t.data),
+                                   static_cast<T*>(args.out), static_cast<A>(args.factor)};
+      Run(core, this->along_rows(), tile, Layout(args.shape, tile).memory_pitch, steps, stats);
+    }
+  }
+
+  void RunGathered(const Tile& tile, Steps steps, A* stats) const override {
     A* y = ThreadBuffer<A, 0>();
     A* t = ThreadBuffer<A, 1>();
     if (kForm != SoftmaxForm::kLogVjp || steps != kStatistics) {  // its statistic is a sum of t alone
@@ -625,10 +664,14 @@ struct BwdKernel {
     }
     Gather<T>(args.t, args.shape, tile, t);
     if (args.where) FillMasked(args.where, args.shape, tile, A{0}, t);
-    RunBuffer<Loops>(BufferCore{y, t, y, static_cast<A>(args.factor)}, args.shape, tile, steps, stats);
+    this->RunBuffer(BwdCore<A, kForm>{y, t, y, static_cast<A>(args.factor)}, tile, steps, stats);
     if (steps == kStatistics) return;
     if (args.where) FillMasked(args.where, args.shape, tile, A{0}, y);
     Scatter<T>(y, args.shape, tile, static_cast<T*>(args.out));
+  }
+
+  void Merge(const A* from, A* into, int64_t width) const override {
+    MergeStatistics<BwdCore<A, SoftmaxForm::kSoftmax>>(from, into, width);  // a sum in every form
   }
 };
 
@@ -636,85 +679,72 @@ struct BwdKernel {
 
 // Groups [begin, end), each of one tile, from start to end. In place, rows overrun into the next ones, which are written
 // later; those that would overrun the last one here, where another thread may be at work, are gathered.
-template <typename Kernel>
-void RunWhole(const Kernel& kernel, const Grid& grid, int64_t begin, int64_t end) {
-  using Loops = typename Kernel::Loops;
-  const AxisShape& shape = grid.shape;
-  int64_t split = begin;
-  if constexpr (Kernel::kMayBeInPlace) {
-    if (kernel.InPlace()) {
-      const auto core = kernel.InPlaceCore();
-      if constexpr (Loops::kAlongRows) {
-        const int64_t overrun = -shape.axis & (core.kStep - 1);
-        split = std::max(begin, end - (overrun + shape.axis - 1) / shape.axis);
-        RunRows(core, begin * shape.axis, split - begin, shape.axis, shape.axis);
-      } else {
-        for (; split < end; ++split) RunTile<Loops>(core, grid.tile(split, 0), shape.inner, kWhole, nullptr);
-      }
+template <typename A>
+void RunWhole(const Kernel<A>& kernel, const Grid& grid, int64_t begin, int64_t end) {
+  const int64_t axis = grid.shape.axis;
+  if (!kernel.along_rows()) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = grid.tile(i, 0);
+      kernel.in_place ? kernel.RunInPlace(tile, kWhole, nullptr) : kernel.RunGathered(tile, kWhole, nullptr);
     }
+    return;
+  }
+  if (kernel.in_place) {
+    const int64_t overrun = -axis & (kernel.step - 1);
+    Tile rows = grid.tile(begin, 0);
+    rows.width = std::max<int64_t>(0, end - begin - (overrun + axis - 1) / axis);
+    kernel.RunInPlace(rows, kWhole, nullptr);
+    begin += rows.width;
   }
   // Short rows are gathered several at a time, as many as fit the first-level cache.
-  const int64_t together =
-      Loops::kAlongRows ? std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(shape.axis)) : 1;
-  for (int64_t i = split; i < end; i += together) {
-    Tile tile = grid.tile(i, 0);
-    if (Loops::kAlongRows) tile.width = std::min(together, end - i);
-    kernel.RunGathered(tile, kWhole, nullptr);
+  const int64_t together = std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(axis));
+  for (; begin < end; begin += together) {
+    Tile rows = grid.tile(begin, 0);
+    rows.width = std::min(together, end - begin);
+    kernel.RunGathered(rows, kWhole, nullptr);
   }
 }
 
-// One of a group's chunks. No row may overrun its own.
-template <typename Kernel>
-void RunChunk(const Kernel& kernel, const Grid& grid, const Tile& tile, Steps steps, typename Kernel::A* stats) {
-  using Loops = typename Kernel::Loops;
-  if constexpr (Kernel::kMayBeInPlace) {
-    if (kernel.InPlace()) {
-      const auto core = kernel.InPlaceCore();
-      if (!Loops::kAlongRows || tile.length % core.kStep == 0) {
-        return RunTile<Loops>(core, tile, grid.shape.inner, steps, stats);
-      }
-    }
-  }
-  kernel.RunGathered(tile, steps, stats);
+// One of a group's chunks, of which no row may overrun its own.
+template <typename A>
+void RunChunk(const Kernel<A>& kernel, const Tile& tile, Steps steps, A* stats) {
+  const bool in_place = kernel.in_place && (!kernel.along_rows() || tile.length % kernel.step == 0);
+  in_place ? kernel.RunInPlace(tile, steps, stats) : kernel.RunGathered(tile, steps, stats);
 }
 
-// What depends on the shape alone (the order of the merges, above all) decides the results; the number of threads and
-// their timing do not.
-template <typename Kernel>
-ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel& kernel) {
-  using A = typename Kernel::A;
-  using Core = typename Kernel::BufferCore;
-  const Grid grid = MakeGrid<A>(kernel.args.shape, Kernel::kColumnTile);
+// The shape alone decides how the work is cut and in which order statistics are merged, and so the results: the number
+// of threads and their timing do not matter.
+template <typename A>
+ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
+  const Grid grid = MakeGrid<A>(kernel.shape, kernel.column_tile);
   if (grid.chunks == 1) {
     const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
     ParallelFor(pool, grid.groups, grain, [&](int64_t begin, int64_t end) { RunWhole(kernel, grid, begin, end); });
     return ffi::Error::Success();
   }
 
-  const int64_t stride = Core::kStats * grid.width, units = grid.groups * grid.parts;
+  const int64_t stride = kernel.stats * grid.width, units = grid.groups * grid.parts;
   std::vector<A> stats(units * stride);
-  const auto for_each_chunk = [&](int64_t unit, auto run) {
-    const int64_t group = unit / grid.parts, first = unit % grid.parts * grid.part;
-    for (int64_t i = first; i < std::min(first + grid.part, grid.chunks); ++i) run(grid.tile(group, i), i == first);
-  };
   const auto statistics = [&](int64_t unit) {
     A* total = &stats[unit * stride];
-    for_each_chunk(unit, [&](const Tile& tile, bool first) {
-      A chunk[Core::kStats * kMaxWidth<A>];
-      RunChunk(kernel, grid, tile, kStatistics, first ? total : chunk);
-      if (!first) Merge<Core>(chunk, total, tile.width);
-    });
+    A chunk[kMaxStats * kMaxWidth<A>];
+    for (int64_t i = grid.first(unit); i < grid.last(unit); ++i) {
+      const Tile tile = grid.tile(unit / grid.parts, i);
+      const bool first = i == grid.first(unit);
+      RunChunk(kernel, tile, kStatistics, first ? total : chunk);
+      if (!first) kernel.Merge(chunk, total, tile.width);
+    }
   };
   const auto results = [&](int64_t unit) {
     A* total = &stats[unit / grid.parts * grid.parts * stride];
-    for_each_chunk(unit, [&](const Tile& tile, bool) { RunChunk(kernel, grid, tile, kResults, total); });
+    for (int64_t i = grid.first(unit); i < grid.last(unit); ++i) {
+      RunChunk(kernel, grid.tile(unit / grid.parts, i), kResults, total);
+    }
   };
   if (grid.parts == 1) {
-    ParallelFor(pool, units, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t unit = begin; unit < end; ++unit) {
-        statistics(unit);
-        results(unit);
-      }
+    ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) {
+      statistics(unit);
+      results(unit);
     });
     return ffi::Error::Success();
   }
@@ -722,7 +752,7 @@ ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel& kernel) {
   ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { statistics(unit); });
   ParallelFor(pool, grid.groups, 1, [&](int64_t group, int64_t) {
     A* total = &stats[group * grid.parts * stride];
-    for (int64_t i = 1; i < grid.parts; ++i) Merge<Core>(total + i * stride, total, grid.tile(group, 0).width);
+    for (int64_t i = 1; i < grid.parts; ++i) kernel.Merge(total + i * stride, total, grid.tile(group, 0).width);
   });
   ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { results(unit); });
   return ffi::Error::Success();
@@ -730,20 +760,12 @@ ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel& kernel) {
 
 // ---- Handlers ----
 
-// Calls run.operator()<Loops>() with the loops that suit the shape.
-template <typename Run>
-ffi::Error DispatchLoops(const AxisShape& shape, Run run) {
-  return shape.inner == 1 ? run.template operator()<RowLoops<1>>() : run.template operator()<ColumnLoops>();
-}
-
 ffi::Error SoftmaxFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
                       int64_t axis, double factor, bool log, int64_t operands) {
   SoftmaxFwdArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseSoftmaxFwd(x, rest, *y, axis, factor, log, operands, &args));
   if (args.shape.size() == 0) return ffi::Error::Success();
-  return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    return DispatchLoops(args.shape, [&]<typename Loops>() { return RunTiles(pool, FwdKernel<T, Loops>{args}); });
-  });
+  return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunTiles<Acc<T>>(pool, FwdKernel<T>(args)); });
 }
 
 ffi::Error SoftmaxBwd(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest,
@@ -752,16 +774,14 @@ ffi::Error SoftmaxBwd(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer t, 
   JAXNORM_RETURN_IF_ERROR(ParseSoftmaxBwd(y, t, rest, *out, axis, factor, form, &args));
   if (args.shape.size() == 0) return ffi::Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    return DispatchLoops(args.shape, [&]<typename Loops>() {
-      switch (args.form) {
-        case SoftmaxForm::kSoftmax:
-          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kSoftmax>{args});
-        case SoftmaxForm::kLogJvp:
-          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kLogJvp>{args});
-        default:
-          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kLogVjp>{args});
-      }
-    });
+    switch (args.form) {
+      case SoftmaxForm::kSoftmax:
+        return RunTiles<Acc<T>>(pool, BwdKernel<T, SoftmaxForm::kSoftmax>(args));
+      case SoftmaxForm::kLogJvp:
+        return RunTiles<Acc<T>>(pool, BwdKernel<T, SoftmaxForm::kLogJvp>(args));
+      default:
+        return RunTiles<Acc<T>>(pool, BwdKernel<T, SoftmaxForm::kLogVjp>(args));
+    }
   });
 }
 

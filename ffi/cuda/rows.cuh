@@ -317,7 +317,7 @@ struct BlockPlan {
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_constant__ Op op, const BlockPlan plan) {
-  extern __shared__ uint4 shared_bytes[];
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ RowShared<typename Op::Partial> shared;
   const int threads = plan.threads_per_row;
   int thread = threadIdx.x, group = 0, rank = 0;
@@ -368,7 +368,7 @@ __device__ __forceinline__ Stage<Op> StageChunk(const Op& op, const typename Op:
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     SplitReduceKernel(const __grid_constant__ Op op, const SplitPlan plan, typename Op::Partial* partials) {
-  extern __shared__ uint4 shared_bytes[];
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ RowShared<typename Op::Partial> shared;
   const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
   const Stage<Op> stage = StageChunk(op, row, plan, blockIdx.x, shared_bytes);
@@ -383,7 +383,7 @@ template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     SplitStoreKernel(const __grid_constant__ Op op, const SplitPlan plan, const typename Op::Partial* partials) {
   using Partial = typename Op::Partial;
-  extern __shared__ uint4 shared_bytes[];
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ RowShared<Partial> shared;
   const int64_t item = gridDim.x - 1 - blockIdx.x;
   const typename Op::Row row = op.Begin(plan.first_row + item / plan.chunks);

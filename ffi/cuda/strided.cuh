@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
   using T = typename Op::T;
   using V = Vec<T, kVec>;
   constexpr int kArrays = Op::kColumnInputs;
-  extern __shared__ uint4 shared_bytes[];
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ uint64_t barriers[2];
   int rank = 0;
   int64_t block = blockIdx.x;

@@ -1,8 +1,8 @@
 // layer_norm and rms_norm over the last dimensions, and their gradients.
 //
-// A row is worked on in chunks: one chunk if it is not too long. Each is converted into a buffer of float32 (float64),
-// padded to whole vectors, where all arithmetic is done; so operands of all types and kinds take one path. A row of
-// several chunks is read twice: the chunks' statistics are merged before the results are written.
+// A row is one chunk if it is not too long for the cache: its statistics are found in one or two passes over it, and its
+// results written in another. Of a longer row first the statistics of all chunks are found, then merged, then used to
+// write the results.
 //
 // Rows are cut into blocks, by shape alone. A block's gradients of the parameters are summed in order, then those of
 // all blocks, so that results do not depend on the number of threads.
@@ -19,22 +19,18 @@
 namespace jaxnorm {
 namespace {
 
-// ---- Buffers ----
+// ---- Loops ----
 
-// Rows up to this length are one chunk: 128 KiB of float32, so that the buffers stay in the second-level cache.
+// Rows up to this length are one chunk: 128 KiB of float32, so that its arrays stay in the second-level cache.
 template <typename A>
 inline constexpr int64_t kLongestChunk = 128 * 1024 / sizeof(A);
 // The chunks of a longer row are short enough for the first-level cache, because they are read twice.
 inline constexpr int64_t kChunk = 4096;
-// Buffers and rows of partial sums are padded to this many elements, a whole vector of any kind.
-inline constexpr int64_t kPad = 16;
 // Sums are kept in this many lanes: additions to one register wait for each other, so there are several.
-inline constexpr int64_t kSumLanes = 64;
+inline constexpr int64_t kLanesOfSum = 32;
 
-JAXNORM_INLINE int64_t Padded(int64_t n) { return (n + kPad - 1) & -kPad; }
-
-// Per thread, one chunk each.
-enum BufferUse { kValues, kSecond, kFactor, kShift, kBuffers };
+// Per thread, one chunk each: for what can not be read in place.
+enum BufferUse { kFirst, kSecond, kFactor, kShift, kBuffers };
 
 template <typename A>
 A* ThreadBuffer(BufferUse use) {
@@ -42,17 +38,29 @@ A* ThreadBuffer(BufferUse use) {
   return buffers[use];
 }
 
-// to[i] = from[i] for n elements, and 0 in the padding.
+// What loops read elements of T as: conversions of float16 are fast in bulk only, so they are made beforehand.
 template <typename T>
-JAXNORM_INLINE void LoadRun(const T* from, Acc<T>* to, int64_t n) {
-  ToAccRun(from, to, n);
-  for (int64_t i = n; i < Padded(n); ++i) to[i] = 0;
+inline constexpr bool kStaged = std::is_same_v<T, F16>;
+template <typename T>
+using Source = std::conditional_t<kStaged<T>, float, T>;
+
+// The elements as a loop reads them. `again`: the buffer holds them already.
+template <typename T>
+JAXNORM_INLINE const Source<T>* Stage(const T* from, int64_t n, BufferUse use, bool again = false) {
+  if constexpr (kStaged<T>) {
+    float* buffer = ThreadBuffer<float>(use);
+    if (!again) ToAccRun(from, buffer, n);
+    return buffer;
+  } else {
+    return from;
+  }
 }
 
-// out[i] = f(i). float16 conversions are fast in bulk only, so they go through the buffer.
+// out[i] = f(i). May overwrite the buffer, if f(i) reads that at i alone.
 template <typename T, typename F>
-JAXNORM_INLINE void Store(T* out, Acc<T>* buffer, int64_t n, F f) {
-  if constexpr (std::is_same_v<T, F16>) {
+JAXNORM_INLINE void Store(T* out, int64_t n, BufferUse use, F f) {
+  if constexpr (kStaged<T>) {
+    float* buffer = ThreadBuffer<float>(use);
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) buffer[i] = f(i);
     FromAccRun<T>(buffer, out, n);
@@ -67,28 +75,27 @@ struct Two {
   A first, second;
 };
 
-// Sums of both values of f(i) for i in [0, n), where n is a multiple of kPad.
+// Sums of both values of f(i) for i in [0, n).
 template <typename A, typename F>
 JAXNORM_INLINE Two<A> Sum(int64_t n, F f) {
-  A first[kSumLanes] = {}, second[kSumLanes] = {};
+  A first[kLanesOfSum] = {}, second[kLanesOfSum] = {};
   int64_t start = 0;
-  for (; start + kSumLanes <= n; start += kSumLanes) {
+  for (; start + kLanesOfSum <= n; start += kLanesOfSum) {
 #pragma omp simd
-    for (int64_t i = 0; i < kSumLanes; ++i) {
+    for (int64_t i = 0; i < kLanesOfSum; ++i) {
       const Two<A> terms = f(start + i);
       first[i] += terms.first;
       second[i] += terms.second;
     }
   }
-  for (; start < n; start += kPad) {
+  const int64_t rest = n - start;
 #pragma omp simd
-    for (int64_t i = 0; i < kPad; ++i) {
-      const Two<A> terms = f(start + i);
-      first[i] += terms.first;
-      second[i] += terms.second;
-    }
+  for (int64_t i = 0; i < rest; ++i) {
+    const Two<A> terms = f(start + i);
+    first[i] += terms.first;
+    second[i] += terms.second;
   }
-  for (int64_t half = kSumLanes / 2; half > 0; half /= 2) {
+  for (int64_t half = kLanesOfSum / 2; half > 0; half /= 2) {
 #pragma omp simd
     for (int64_t i = 0; i < half; ++i) {
       first[i] += first[half + i];
@@ -136,7 +143,7 @@ JAXNORM_INLINE const T* RowOf(const Operand& operand, const Chunk& chunk) {
   return static_cast<const T*>(operand.data) + view.RowOffset(chunk.row) + chunk.start * view.axis_stride;
 }
 
-// A buffer's worth of the mask.
+// One byte per element of the chunk; nullptr without a mask.
 JAXNORM_INLINE const uint8_t* MaskOf(const Operand& mask, const Chunk& chunk) {
   if (!mask) return nullptr;
   const uint8_t* row = RowOf<uint8_t>(mask, chunk);
@@ -155,36 +162,34 @@ JAXNORM_INLINE A CountOf(const uint8_t* mask, int64_t n) {
   return static_cast<A>(count);
 }
 
-// Parameters of a group, for the columns of a chunk and its padding: in place if they can be read as they are, else in
-// a buffer; `absent` where there are none.
+// Parameters of a group, for the columns of a chunk: in place if they can be read as they are, else in a buffer;
+// `absent` where there are none.
 template <typename T>
 JAXNORM_INLINE const Acc<T>* LoadParameter(const NormParameter& parameter, ffi::DataType dtype, int64_t group,
-                                           const Chunk& chunk, Acc<T> absent, Acc<T> offset, Acc<T>* buffer) {
+                                           const Chunk& chunk, Acc<T> absent, Acc<T> offset, BufferUse use) {
   using A = Acc<T>;
   const int64_t at = group * parameter.group_stride + chunk.start;
+  const bool is_acc = dtype == ffi::F32 || dtype == ffi::F64;
+  if (parameter && is_acc && offset == 0) return static_cast<const A*>(parameter.data) + at;
+  A* buffer = ThreadBuffer<A>(use);
   if (!parameter) {
-    std::fill_n(buffer, Padded(chunk.n), absent);
+    std::fill_n(buffer, chunk.n, absent);
     return buffer;
   }
-  if (dtype == ffi::F32 || dtype == ffi::F64) {
-    const A* data = static_cast<const A*>(parameter.data) + at;
-    if (offset == 0 && chunk.n % kPad == 0) return data;
-    LoadRun(data, buffer, chunk.n);
+  if (is_acc) {
+    ToAccRun(static_cast<const A*>(parameter.data) + at, buffer, chunk.n);
   } else {
-    LoadRun(static_cast<const T*>(parameter.data) + at, buffer, chunk.n);
+    ToAccRun(static_cast<const T*>(parameter.data) + at, buffer, chunk.n);
   }
-  if (offset != 0) {
 #pragma omp simd
-    for (int64_t i = 0; i < chunk.n; ++i) buffer[i] += offset;
-  }
+  for (int64_t i = 0; i < chunk.n; ++i) buffer[i] += offset;
   return buffer;
 }
 
 // ---- Kernels ----
 //
 // Reduce finds the statistics of a chunk, Apply writes the results of one, given those of the whole row. If a row is one
-// chunk, Apply follows at once and finds in the buffers what Reduce left there (`loaded`). `sums` are a block's rows of
-// partial sums, nullptr where there are none.
+// chunk, Apply follows at once (`again`). `sums` are a block's rows of partial sums, nullptr where there are none.
 
 // Of the elements that count: their number, mean (0 if not centred), and sum of squared deviations from it.
 template <typename A>
@@ -214,72 +219,74 @@ struct Forward {
 
   JAXNORM_INLINE Parameters Load(int64_t group, const Chunk& chunk) const {
     return {LoadParameter<T>(args.scale, args.parameter_dtype, group, chunk, A{1}, static_cast<A>(args.scale_offset),
-                             ThreadBuffer<A>(kFactor)),
-            LoadParameter<T>(args.bias, args.parameter_dtype, group, chunk, A{0}, A{0}, ThreadBuffer<A>(kShift))};
+                             kFactor),
+            LoadParameter<T>(args.bias, args.parameter_dtype, group, chunk, A{0}, A{0}, kShift)};
   }
 
   JAXNORM_INLINE Statistics Reduce(const Chunk& chunk, const Parameters&, A*) const {
-    A* counted = LoadValues(chunk);
-    const int64_t padded = Padded(chunk.n);
+    const Source<T>* values = Values(chunk, /*again=*/false);
     const uint8_t* mask = MaskOf(args.mask, chunk);
     const A count = CountOf<A>(mask, chunk.n);
     if (count == 0) return {};
-    // What does not count, padding included, is 0 in the sum of values, and the mean in that of deviations from it.
-    if (mask != nullptr) {
-      const A* values = counted;
-      counted = ThreadBuffer<A>(kSecond);
-      for (int64_t i = chunk.n; i < padded; ++i) counted[i] = 0;
-      Fill(mask, chunk.n, values, A{0}, counted);
+    if (mask == nullptr) {
+      return ReduceKept(chunk.n, count, [=](int64_t i, A) JAXNORM_INLINE_LAMBDA { return ToAcc(values[i]); });
     }
-    A mean = 0;
-    if (args.center) {
-      mean = Sum<A>(padded, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{counted[i], A{0}}; }).first / count;
-      if (mask != nullptr) Fill(mask, chunk.n, counted, mean, counted);
-      for (int64_t i = chunk.n; i < padded; ++i) counted[i] = mean;
-    }
-    const Two<A> sums = Sum<A>(padded, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-      const A deviation = counted[i] - mean;
-      return Two<A>{deviation, deviation * deviation};
+    return ReduceKept(chunk.n, count, [=](int64_t i, A otherwise) JAXNORM_INLINE_LAMBDA {
+      return mask[i] != 0 ? ToAcc(values[i]) : otherwise;
     });
-    if (!args.center) return {count, A{0}, sums.second};
-    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
-    const A shift = sums.first / count, squares = sums.second - sums.first * shift;
-    return {count, mean + shift, squares < 0 ? A{0} : squares};
   }
 
   JAXNORM_INLINE void Apply(const Chunk& chunk, const Statistics& moments, const Parameters& parameters, A*,
-                            bool loaded) const {
-    A* values = loaded ? ThreadBuffer<A>(kValues) : LoadValues(chunk);
-    const A mean = args.center ? moments.mean + 0 / moments.count : A{0};  // NaN where nothing counts
-    const A rstd = 1 / std::sqrt(moments.squares / moments.count + static_cast<A>(args.epsilon));
+                            bool again) const {
+    const Source<T>* values = Values(chunk, again);
+    const A inverse = 1 / moments.count;
+    const A mean = moments.count == 0 ? std::numeric_limits<A>::quiet_NaN() : moments.mean;
+    const A rstd = 1 / std::sqrt(moments.squares * inverse + static_cast<A>(args.epsilon));
     if (chunk.start == 0) {
       if (args.center) static_cast<A*>(args.mean)[chunk.row] = mean;
       static_cast<A*>(args.rstd)[chunk.row] = rstd;
     }
-    Store(static_cast<T*>(args.y) + Offset(chunk), values, chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-      return (values[i] - mean) * rstd * parameters.factor[i] + parameters.shift[i];
+    Store(static_cast<T*>(args.y) + Offset(chunk), chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+      return (ToAcc(values[i]) - mean) * rstd * parameters.factor[i] + parameters.shift[i];
     });
   }
 
  private:
   JAXNORM_INLINE int64_t Offset(const Chunk& chunk) const { return chunk.row * args.shape.cols + chunk.start; }
 
-  // Into the first buffer.
-  JAXNORM_INLINE A* LoadValues(const Chunk& chunk) const {
-    A* values = ThreadBuffer<A>(kValues);
-    LoadRun(RowOf<T>(args.x, chunk), values, chunk.n);
-    if (!args.residual) return values;
-    A* other = ThreadBuffer<A>(kSecond);
-    LoadRun(RowOf<T>(args.residual, chunk), other, chunk.n);
+  // What is normalised: x, or the sum, as it was rounded, because backward will see it so.
+  JAXNORM_INLINE const Source<T>* Values(const Chunk& chunk, bool again) const {
+    const T* x = RowOf<T>(args.x, chunk);
+    if (!args.residual) return Stage(x, chunk.n, kFirst, again);
     T* sum = static_cast<T*>(args.sum) + Offset(chunk);
-    Store(sum, values, chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return values[i] + other[i]; });
-    LoadRun(sum, values, chunk.n);  // as rounded, which is what backward will see
-    return values;
+    if (!again) {
+      const Source<T>* first = Stage(x, chunk.n, kFirst);
+      const Source<T>* second = Stage(RowOf<T>(args.residual, chunk), chunk.n, kSecond);
+      Store(sum, chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return ToAcc(first[i]) + ToAcc(second[i]); });
+    }
+    return Stage(static_cast<const T*>(sum), chunk.n, kFirst, again);
   }
 
-  JAXNORM_INLINE static void Fill(const uint8_t* mask, int64_t n, const A* values, A masked, A* to) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) to[i] = mask[i] != 0 ? values[i] : masked;
+  // value(i, otherwise) is the element if it counts.
+  template <typename Value>
+  JAXNORM_INLINE Statistics ReduceKept(int64_t n, A count, Value value) const {
+    const A inverse = 1 / count;
+    if (!args.center) {
+      const A squares = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+                          const A x = value(i, A{0});
+                          return Two<A>{A{0}, x * x};
+                        }).second;
+      return {count, A{0}, squares};
+    }
+    const A mean =
+        Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{value(i, A{0}), A{0}}; }).first * inverse;
+    const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+      const A deviation = value(i, mean) - mean;
+      return Two<A>{deviation, deviation * deviation};
+    });
+    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
+    const A shift = sums.first * inverse, squares = sums.second - sums.first * shift;
+    return {count, mean + shift, squares < 0 ? A{0} : squares};
   }
 };
 
@@ -295,7 +302,7 @@ struct BackwardSums {
   }
 };
 
-// The partial sums of a block are a padded row for dscale, then one for dbias.
+// The partial sums of a block are a row for dscale, then one for dbias.
 template <typename T, bool kDx, bool kParameters>
 struct Backward {
   using A = Acc<T>;
@@ -308,70 +315,85 @@ struct Backward {
 
   JAXNORM_INLINE Parameters Load(int64_t group, const Chunk& chunk) const {
     return {LoadParameter<T>(args.scale, args.parameter_dtype, group, chunk, A{1}, static_cast<A>(args.scale_offset),
-                             ThreadBuffer<A>(kFactor))};
+                             kFactor)};
   }
 
   JAXNORM_INLINE Statistics Reduce(const Chunk& chunk, const Parameters& parameters, A* sums) const {
-    if constexpr (kParameters) {
-      if (sums != nullptr) return Run<true>(chunk, parameters, sums);
+    const Row row(*this, chunk, /*again=*/false);
+    const A* factor = parameters.factor;
+    A* dscale = sums + chunk.start;
+    A* dbias = dscale + args.shape.cols;
+    Two<A> totals;
+    if (kParameters && sums != nullptr) {
+      totals = Sum<A>(chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        const A xhat = row.xhat(i), dy = row.dy(i), w = dy * factor[i];
+        dscale[i] += dy * xhat;
+        dbias[i] += dy;
+        return Two<A>{w, w * xhat};
+      });
+    } else {
+      totals = Sum<A>(chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        const A w = row.dy(i) * factor[i];
+        return Two<A>{w, w * row.xhat(i)};
+      });
     }
-    return Run<false>(chunk, parameters, nullptr);
+    return {CountOf<A>(MaskOf(args.mask, chunk), chunk.n), totals.first, totals.second};
   }
 
   JAXNORM_INLINE void Apply(const Chunk& chunk, const Statistics& statistics, const Parameters& parameters, A* sums,
-                            bool loaded) const {
-    if (!loaded) Run<kParameters>(chunk, parameters, sums);
+                            bool again) const {
+    const Row row(*this, chunk, again);
+    if (kParameters && !again) {
+      A* dscale = sums + chunk.start;
+      A* dbias = dscale + args.shape.cols;
+#pragma omp simd
+      for (int64_t i = 0; i < chunk.n; ++i) {
+        dscale[i] += row.dy(i) * row.xhat(i);
+        dbias[i] += row.dy(i);
+      }
+    }
     if constexpr (kDx) {
-      A* xhat = ThreadBuffer<A>(kValues);
-      A* w = ThreadBuffer<A>(kSecond);
-      const A of_w = args.center ? statistics.w / statistics.count : A{0};
-      const A of_product = statistics.product / statistics.count;
-      const A rstd = *RowOf<A>(args.rstd, {chunk.row, 0, 1});
-      T* dx = static_cast<T*>(args.dx) + chunk.row * args.shape.cols + chunk.start;
-      const auto drift = [=](int64_t i) JAXNORM_INLINE_LAMBDA { return of_w + xhat[i] * of_product; };
+      const A* factor = parameters.factor;
+      const A inverse = 1 / statistics.count;
+      const A of_w = args.center ? statistics.w * inverse : A{0}, of_product = statistics.product * inverse;
       const uint8_t* mask = MaskOf(args.mask, chunk);
-      if (mask != nullptr) {
-#pragma omp simd
-        for (int64_t i = 0; i < chunk.n; ++i) w[i] = rstd * (w[i] - (mask[i] != 0 ? drift(i) : A{0}));
-      } else if (!args.dsum) {
-        Store(dx, w, chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return rstd * (w[i] - drift(i)); });
-        return;
-      } else {
-#pragma omp simd
-        for (int64_t i = 0; i < chunk.n; ++i) w[i] = rstd * (w[i] - drift(i));
-      }
-      if (args.dsum) {
-        LoadRun(RowOf<T>(args.dsum, chunk), xhat, chunk.n);
-        Store(dx, w, chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return w[i] + xhat[i]; });
-      } else {
-        FromAccRun<T>(w, dx, chunk.n);
-      }
+      const auto whole = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        return row.rstd * (row.dy(i) * factor[i] - (of_w + row.xhat(i) * of_product));
+      };
+      const auto masked = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        const A drift = of_w + row.xhat(i) * of_product;
+        return row.rstd * (row.dy(i) * factor[i] - (mask[i] != 0 ? drift : A{0}));
+      };
+      mask == nullptr ? StoreDx(chunk, whole) : StoreDx(chunk, masked);
     }
   }
 
  private:
-  // Leaves xhat and w in the buffers, and adds to the partial sums.
-  template <bool kSum>
-  JAXNORM_INLINE Statistics Run(const Chunk& chunk, const Parameters& parameters, A* sums) const {
-    A* xhat = ThreadBuffer<A>(kValues);
-    A* w = ThreadBuffer<A>(kSecond);
-    LoadRun(RowOf<T>(args.x, chunk), xhat, chunk.n);
-    LoadRun(RowOf<T>(args.dy, chunk), w, chunk.n);
-    const A mean = args.center ? *RowOf<A>(args.mean, {chunk.row, 0, 1}) : A{0};
-    const A rstd = *RowOf<A>(args.rstd, {chunk.row, 0, 1});
-    A* dscale = kSum ? sums + chunk.start : nullptr;
-    A* dbias = kSum ? dscale + Padded(args.shape.cols) : nullptr;
-    const Two<A> totals = Sum<A>(Padded(chunk.n), [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-      const A normalised = (xhat[i] - mean) * rstd, dy = w[i], scaled = dy * parameters.factor[i];
-      if constexpr (kSum) {
-        dscale[i] += dy * normalised;
-        dbias[i] += dy;
-      }
-      xhat[i] = normalised;
-      w[i] = scaled;
-      return Two<A>{scaled, scaled * normalised};
-    });
-    return {CountOf<A>(kDx ? MaskOf(args.mask, chunk) : nullptr, chunk.n), totals.first, totals.second};
+  // The elements of a chunk.
+  struct Row {
+    const Source<T>* x;
+    const Source<T>* dy_data;
+    A mean, rstd;
+
+    JAXNORM_INLINE Row(const Backward& call, const Chunk& chunk, bool again)
+        : x(Stage(RowOf<T>(call.args.x, chunk), chunk.n, kFirst, again)),
+          dy_data(Stage(RowOf<T>(call.args.dy, chunk), chunk.n, kSecond, again)),
+          mean(call.args.center ? *RowOf<A>(call.args.mean, {chunk.row, 0, 1}) : A{0}),
+          rstd(*RowOf<A>(call.args.rstd, {chunk.row, 0, 1})) {}
+
+    JAXNORM_INLINE A xhat(int64_t i) const { return (ToAcc(x[i]) - mean) * rstd; }
+    JAXNORM_INLINE A dy(int64_t i) const { return ToAcc(dy_data[i]); }
+  };
+
+  template <typename F>
+  JAXNORM_INLINE void StoreDx(const Chunk& chunk, F f) const {
+    T* dx = static_cast<T*>(args.dx) + chunk.row * args.shape.cols + chunk.start;
+    if (!args.dsum) {
+      Store(dx, chunk.n, kFirst, f);
+      return;
+    }
+    const Source<T>* dsum = Stage(RowOf<T>(args.dsum, chunk), chunk.n, kShift);
+    Store(dx, chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return f(i) + ToAcc(dsum[i]); });
   }
 };
 
@@ -388,7 +410,7 @@ JAXNORM_SIMD_CLONES void RunBlock(const Kernel& kernel, const Grid& grid, int64_
     if (grid.chunks == 1 && Kernel::kReduces) {
       const Chunk chunk = grid.at(row, 0);
       statistics = kernel.Reduce(chunk, parameters, sums);
-      kernel.Apply(chunk, statistics, parameters, sums, /*loaded=*/true);
+      kernel.Apply(chunk, statistics, parameters, sums, /*again=*/true);
       continue;
     }
     for (int64_t i = 0; i < grid.chunks && Kernel::kReduces; ++i) {
@@ -398,7 +420,7 @@ JAXNORM_SIMD_CLONES void RunBlock(const Kernel& kernel, const Grid& grid, int64_
     for (int64_t i = 0; i < grid.chunks; ++i) {
       const Chunk chunk = grid.at(row, i);
       if (grid.chunks > 1) parameters = kernel.Load(group, chunk);
-      kernel.Apply(chunk, statistics, parameters, sums, /*loaded=*/false);
+      kernel.Apply(chunk, statistics, parameters, sums, /*again=*/false);
     }
   }
 }
@@ -419,7 +441,7 @@ JAXNORM_SIMD_CLONES void ApplyChunks(const Kernel& kernel, const Grid& grid, int
   const int64_t first = grid.first_row(block), end = grid.last_row(block);
   const auto parameters = kernel.Load(grid.group(block), grid.at(first, index));
   for (int64_t row = first; row < end; ++row) {
-    kernel.Apply(grid.at(row, index), statistics[row * grid.chunks], parameters, sums, /*loaded=*/false);
+    kernel.Apply(grid.at(row, index), statistics[row * grid.chunks], parameters, sums, /*again=*/false);
   }
 }
 
@@ -462,7 +484,7 @@ void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, ty
     for (int64_t i = begin; i < end; ++i) {
       const int64_t block = i / chunks;
       const Chunk chunk = grid.at(0, i % chunks);
-      clear(block, chunk.start, chunk.start + Padded(chunk.n));
+      clear(block, chunk.start, chunk.start + chunk.n);
       ApplyChunks(kernel, grid, block, i % chunks, statistics.get(), sums != nullptr ? sums + block * pitch : nullptr);
     }
   });
@@ -508,7 +530,7 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
   const int64_t wanted = std::min({kMostBlocks, shape.rows_per_group / kLeastRows, group_size / kGrainElements});
   const int64_t blocks = std::max<int64_t>(1, wanted);
   const Grid grid(shape, kLongestChunk<A>, std::max<int64_t>(1, (shape.rows_per_group + blocks - 1) / blocks));
-  const int64_t pitch = 2 * Padded(shape.cols);
+  const int64_t pitch = 2 * shape.cols;
   const std::unique_ptr<A[]> sums(new A[grid.blocks() * pitch]);
   if (args.dx != nullptr) {
     RunBlocks(pool, Backward<T, true, true>{args}, grid, sums.get(), pitch);

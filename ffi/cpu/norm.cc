@@ -78,31 +78,42 @@ struct Two {
 // Sums of both values of f(i) for i in [0, n).
 template <typename A, typename F>
 JAXNORM_INLINE Two<A> Sum(int64_t n, F f) {
-  A first[kLanesOfSum] = {}, second[kLanesOfSum] = {};
+  // Blocks are summed by themselves, so that rounding errors grow with their number, not that of the elements.
+  constexpr int64_t kBlock = 64 * kLanesOfSum;
+  Two<A> total = {A{0}, A{0}};
   int64_t start = 0;
-  for (; start + kLanesOfSum <= n; start += kLanesOfSum) {
+  while (start + kLanesOfSum <= n) {
+    // One array element per vector lane: with constant indices throughout, the compiler keeps them in registers.
+    A first[kLanesOfSum] = {}, second[kLanesOfSum] = {};
+    const int64_t stop = std::min(n, start + kBlock) - kLanesOfSum;
+    do {
 #pragma omp simd
-    for (int64_t i = 0; i < kLanesOfSum; ++i) {
-      const Two<A> terms = f(start + i);
-      first[i] += terms.first;
-      second[i] += terms.second;
+      for (int64_t i = 0; i < kLanesOfSum; ++i) {
+        const Two<A> terms = f(start + i);
+        first[i] += terms.first;
+        second[i] += terms.second;
+      }
+      start += kLanesOfSum;
+    } while (start <= stop);
+#pragma GCC unroll 8
+    for (int64_t half = kLanesOfSum / 2; half > 0; half /= 2) {
+#pragma omp simd
+      for (int64_t i = 0; i < half; ++i) {
+        first[i] += first[half + i];
+        second[i] += second[half + i];
+      }
     }
+    total.first += first[0];
+    total.second += second[0];
   }
-  const int64_t rest = n - start;
-#pragma omp simd
-  for (int64_t i = 0; i < rest; ++i) {
-    const Two<A> terms = f(start + i);
-    first[i] += terms.first;
-    second[i] += terms.second;
+  A first = 0, second = 0;
+#pragma omp simd reduction(+ : first, second)
+  for (int64_t i = start; i < n; ++i) {
+    const Two<A> terms = f(i);
+    first += terms.first;
+    second += terms.second;
   }
-  for (int64_t half = kLanesOfSum / 2; half > 0; half /= 2) {
-#pragma omp simd
-    for (int64_t i = 0; i < half; ++i) {
-      first[i] += first[half + i];
-      second[i] += second[half + i];
-    }
-  }
-  return {first[0], second[0]};
+  return {total.first + first, total.second + second};
 }
 
 // ---- Work ----

@@ -248,15 +248,22 @@ def _average(mask, axes, mesh_axes):
 
     `mesh_axes` (if any) cut the axes into equal blocks.
     """
+    count = None
 
     def average(*values):
+        nonlocal count
         if mask is None:
             means = [jnp.mean(v, axes, keepdims=True) for v in values]
             return [m / blocks for m in psum_together(means, mesh_axes)]
-        sizes = [values[0].shape[i] if i in axes else n for i, n in enumerate(mask.shape)]
-        counted = jnp.broadcast_to(mask, sizes).astype(values[0].dtype)
-        sums = [jnp.sum(v, axes, keepdims=True) for v in (*values, counted)]
-        *sums, count = psum_together(sums, mesh_axes)
+        if count is None:  # it travels with the first sums
+            sizes = [values[0].shape[i] if i in axes else n for i, n in enumerate(mask.shape)]
+            values = (*values, jnp.broadcast_to(mask, sizes).astype(values[0].dtype))
+        sums = [jnp.sum(v, axes, keepdims=True) for v in values]
+        # Those of a mask that all rows share are smaller.
+        shape = jnp.broadcast_shapes(*(s.shape for s in sums))
+        sums = psum_together([jnp.broadcast_to(s, shape) for s in sums], mesh_axes)
+        if count is None:
+            count = sums.pop()
         return [s / count for s in sums]
 
     blocks = jax.lax.psum(1, mesh_axes) if mesh_axes else 1

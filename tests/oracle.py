@@ -191,9 +191,7 @@ def rms_norm(x, scale=None, **options):
     return layer_norm(x, scale, center=False, **options)
 
 
-def norm_jvp(
-    x, x_dot=None, scale=None, scale_dot=None, bias_dot=None, scale_offset=0.0, **options
-):
+def norm_jvp(x, x_dot=None, scale=None, scale_dot=None, bias_dot=None, scale_offset=0.0, **options):
     """Tangent of y, for tangents of the sum, scale and bias; None is zero."""
     xhat, rstd, part, axes = norm_parts(x, **options)
     y_dot = np.zeros(xhat.shape)

@@ -122,7 +122,9 @@ def _softmax_op(log, variant, dtypes):
     )
 
 
-def _formula_of_norm(x, scale=None, bias=None, *, axis=-1, mask=None, center=True, epsilon=_EPSILON):
+def _formula_of_norm(
+    x, scale=None, bias=None, *, axis=-1, mask=None, center=True, epsilon=_EPSILON
+):
     """As Flax writes it, without use_fast_variance."""
     mean = jnp.mean(x, axis, keepdims=True, where=mask) if center else jnp.zeros((), x.dtype)
     variance = jnp.mean((x - mean) ** 2, axis, keepdims=True, where=mask)

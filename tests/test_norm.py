@@ -116,13 +116,20 @@ def check(op, x, parameters=None, residual=False, seed=5, floor=16.0, **options)
     given |= dict(options, dy=dy, center=op == "layer_norm", dsum=ds if residual else None)
     exact, sizes = oracle.norm_vjp(**given), oracle.norm_vjp(**given, sizes=True)
     # Many terms, of which each has the error of its row's statistics.
-    sizes = [np.where(np.isfinite(s), s, 0) + np.nanmean(np.where(np.isfinite(s), s, 0)) for s in sizes]
+    sizes = [
+        np.where(np.isfinite(s), s, 0) + np.nanmean(np.where(np.isfinite(s), s, 0)) for s in sizes
+    ]
     index = {"x": 0, "residual": 0, "scale": 1, "bias": 2}
     assert (bias is not None) == ("bias" in names)
     for name, bar, xla_bar in zip(names, bars, xla_bars, strict=True):
         i = index[name]
         bar_dtype = dtype if i == 0 else parameters
         oracle.assert_close(bar, exact[i], bar_dtype, xla_bar, floor, sizes[i])
+
+
+def gradient(function):
+    """Of a sum, with respect to x and scale."""
+    return jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), (0, 1))
 
 
 # ---- row lengths ----
@@ -199,7 +206,7 @@ def test_axes_without_a_kernel(op, axis):
             a if d is None else jnp.stack([a, 2 * a, a + 1], d)
             for a, d in zip((x, scale), mapped, strict=True)
         ]
-        for f in (lambda f: f, lambda f: jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 1))):
+        for f in (lambda f: f, gradient):
             got, want = jax.vmap(f(call), mapped)(*args), jax.vmap(f(plain), mapped)(*args)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
@@ -298,7 +305,9 @@ def test_optional_operands(operands):
     index = {"scale": 1, "bias": 2, "residual": 0}
     for name, bar in zip(("x", *argument_names), bars, strict=True):
         i = index.get(name, 0)
-        oracle.assert_close(bar, expected[i], "float32", size=sizes[i] + np.mean(sizes[i]), floor=32)
+        oracle.assert_close(
+            bar, expected[i], "float32", size=sizes[i] + np.mean(sizes[i]), floor=32
+        )
 
 
 @dtypes
@@ -646,7 +655,9 @@ def test_same_as_flax(dtype, masked):
     mask = _mask((4, 65)) if masked else None
     kw = {"dtype": dtype, "use_fast_variance": False}
     with jax.numpy_dtype_promotion("standard"):
-        layer = linen.LayerNorm(**kw).apply({"params": {"scale": scale, "bias": bias}}, x, mask=mask)
+        layer = linen.LayerNorm(**kw).apply(
+            {"params": {"scale": scale, "bias": bias}}, x, mask=mask
+        )
         rms = linen.RMSNorm(**kw).apply({"params": {"scale": scale}}, x, mask=mask)
     floor = 8 if dtype in ("float32", "float64") else 2
     ours = jaxnorm.layer_norm(x, scale, bias, mask=mask)

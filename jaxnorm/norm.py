@@ -15,6 +15,7 @@ operand may have size 1 where vmap did not map it, which is how mapping over a s
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def layer_norm(
     residual: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     implementation: str | None = None,
-):
+) -> Any:
     r"""Layer normalisation of x, or of `x + residual`, over `axis`, in one pass over memory.
 
     .. math:: y = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot \mathrm{scale} + \mathrm{bias}
@@ -110,7 +111,7 @@ def rms_norm(
     residual: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     implementation: str | None = None,
-):
+) -> Any:
     r"""Root mean square normalisation of x, or of `x + residual`, over `axis`, in one pass over memory.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot (\mathrm{scale} + \mathrm{scale\_offset})
@@ -555,11 +556,9 @@ def _batch(primitive, args, dims, *, names, grouped, axes, groups, **params):
         if d is not NOT_MAPPED:
             return jnp.moveaxis(a, d, at)
         a = jnp.expand_dims(a, at)
-        if (
-            grouped and groups and name in _PARAMETERS
-        ):  # kernels know parameters of all groups or one
-            return jnp.broadcast_to(a, (size, *a.shape[1:]))
-        return a
+        # Kernels know parameters of all groups, or of one that all share.
+        partly = grouped and groups and name in _PARAMETERS
+        return jnp.broadcast_to(a, (size, *a.shape[1:])) if partly else a
 
     args = [place(*each) for each in zip(names, args, dims, strict=True)]
     results = primitive.bind(
@@ -880,15 +879,12 @@ def _jvp_transpose(cotangents, *operands, **params):
 def _jvp_batch(args, dims, **params):
     names = _jvp_names(params["center"], params["operands"], params["have"])
     grouped = _parameter_mapped(names, dims)
-    if params["with_sum"]:  # its second result is the tangent itself, which must then be mapped too
-        i, size = (
-            names.index("x_dot"),
-            next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED),
+    if params["with_sum"] and dims[names.index("x_dot")] is NOT_MAPPED:
+        # The second result is the first tangent, and results are mapped together.
+        (y_dot,), at = _batch(
+            norm_jvp_p, args, dims, names=names, grouped=grouped, **params | {"with_sum": False}
         )
-        if dims[i] is NOT_MAPPED:
-            args, dims = list(args), list(dims)
-            args[i] = jnp.broadcast_to(args[i], (size, *args[i].shape))
-            dims[i] = 0
+        return [y_dot, args[names.index("x_dot")]], [*at, NOT_MAPPED]
     return _batch(norm_jvp_p, args, dims, names=names, grouped=grouped, **params)
 
 

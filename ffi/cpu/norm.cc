@@ -32,8 +32,9 @@ inline constexpr int64_t kLanesOfSum = 32;
 // Per thread, one chunk each: for what can not be read in place.
 enum BufferUse { kFirst, kSecond, kFactor, kShift, kBuffers };
 
+// Not inlined: GCC would look up the thread's storage, a call, again in every step of a loop.
 template <typename A>
-A* ThreadBuffer(BufferUse use) {
+__attribute__((noinline)) A* ThreadBuffer(BufferUse use) {
   alignas(64) static thread_local A buffers[kBuffers][kLongestChunk<A>];
   return buffers[use];
 }

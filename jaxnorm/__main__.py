@@ -499,7 +499,7 @@ def _verdict(checks, timings, backend: str, status) -> tuple[bool, str]:
     if timed:
         mean = math.exp(sum(math.log(t.ratio) for t in timed) / len(timed))
         count = f"{len(timed)} timing{'s' * (len(timed) > 1)}"
-        speed = f"; {mean:.2f}x XLA (geometric mean of {count} on {backend})"
+        speed = f"; {mean:.2f}x the speed of XLA (geometric mean of {count} on {backend})"
     platform = "cuda" if backend == "gpu" else backend
     module = next((m for m in status.modules if m.platform == platform), None)
     if module is None or not module.available:

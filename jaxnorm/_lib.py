@@ -115,8 +115,8 @@ def _runs_on(arch: str, major: int, minor: int) -> bool:
 
 
 @functools.cache
-def module(platform: str) -> Module:
-    """Loads and registers the module for `platform` ("cpu" or "cuda") the first time it is asked for."""
+def _load(platform: str) -> Module:
+    """Imports the module for `platform` and registers its targets, as an importing process may: no device is asked."""
     try:
         extension = importlib.import_module(f"jaxnorm._{platform}")
     except ModuleNotFoundError:
@@ -124,9 +124,7 @@ def module(platform: str) -> Module:
     except ImportError as error:
         return Module(platform, reason=f"cannot be imported ({error})")
     built = tuple(extension.XLA_FFI_API_VERSION)
-    reason, details = _abi_problem(built), ""
-    if not reason and platform == "cuda":
-        reason, details = _cuda_problem(extension)
+    reason = _abi_problem(built)
     if reason:
         return Module(platform, reason=reason, ffi_version=built)
     targets = extension.targets()
@@ -134,7 +132,23 @@ def module(platform: str) -> Module:
         jax.ffi.register_ffi_target(
             TARGET_PREFIX + name, handler, platform=_FFI_PLATFORM[platform], api_version=1
         )
-    return Module(platform, frozenset(targets), ffi_version=built, details=details)
+    return Module(platform, frozenset(targets), ffi_version=built)
+
+
+@functools.cache
+def module(platform: str) -> Module:
+    """The module for `platform` ("cpu" or "cuda"), and whether its kernels run on this machine's devices.
+
+    Looking at the GPUs starts the CUDA driver, after which neither CUDA_VISIBLE_DEVICES nor fork works as before. So
+    it waits for the first lowering or `status()`.
+    """
+    loaded = _load(platform)
+    if platform != "cuda" or not loaded.available:
+        return loaded
+    reason, details = _cuda_problem(importlib.import_module("jaxnorm._cuda"))
+    if reason:
+        return dataclasses.replace(loaded, targets=frozenset(), reason=reason)
+    return dataclasses.replace(loaded, details=details)
 
 
 @functools.cache
@@ -163,4 +177,4 @@ def status() -> Status:
 
 
 for _platform in PLATFORMS:
-    module(_platform)
+    _load(_platform)

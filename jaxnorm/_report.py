@@ -124,7 +124,7 @@ def _three_digits(value: float) -> str:
 
 def ratio_text(ratio: float, spread: float) -> str:
     """A ratio with its spread, coloured when it differs from 1 by more than that."""
-    text = f"{ratio:.2f}x ±{spread:.0%}"
+    text = f"{ratio:.2f}x ±{spread:.0%}" if spread < 1 else f"{ratio:.2f}x ±>99%"
     if ratio > 1 + spread:
         return f"[green]{text}[/green]"
     return f"[red]{text}[/red]" if ratio < 1 - spread else text

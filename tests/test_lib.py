@@ -78,6 +78,16 @@ def test_older_minor_is_accepted():
     assert result["registered"] == ["jaxnorm_something"]
 
 
+def test_import_asks_no_device():
+    """That would start the CUDA driver, which fixes CUDA_VISIBLE_DEVICES and does not survive fork."""
+    result = processes.run("import_asks_no_device")
+    assert result["on_import"] == 0
+    assert result["registered"] == ["jaxnorm_something"]
+    assert result["asked"] == 1
+    assert result["targets"] == []
+    assert result["reason"].startswith("Old GPU is sm_70, built for sm_90")
+
+
 def _has_entry_point():
     return any(e.name == "jaxnorm" for e in importlib.metadata.entry_points(group="jax_plugins"))
 

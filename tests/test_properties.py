@@ -22,10 +22,13 @@ ops = st.sampled_from(["softmax", "log_softmax"])
 
 @st.composite
 def arrays(draw, shape, dtype, special=True):
-    """Finite numbers of moderate size, with some infinities and NaN among them."""
-    values = draw(
-        hnp.arrays(np.float32, shape, elements=st.floats(-30, 30, width=32), fill=st.nothing())
-    )
+    """Finite numbers of moderate size, with some infinities and NaN among them.
+
+    No subnormal float32: XLA's CPU threads, which the kernels run on, take them for zero in sums. Where they count,
+    `test_subnormal` of each operation has them.
+    """
+    numbers = st.floats(-30, 30, width=32, allow_subnormal=False)
+    values = draw(hnp.arrays(np.float32, shape, elements=numbers, fill=st.nothing()))
     if special and values.size:
         for value in draw(st.lists(st.sampled_from([np.inf, -np.inf, np.nan, -0.0]), max_size=2)):
             values.flat[draw(st.integers(0, values.size - 1))] = value

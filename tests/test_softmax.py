@@ -145,6 +145,14 @@ def test_long_strided_axis(op, columns):
 
 
 @ops
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(2, 20, 1025), (1, 300, 1025)])
+def test_wide_strided_axis(op, dtype, shape):
+    """On the CPU, several blocks of neighbouring rows; the longer axis is cut into parts that threads share."""
+    check(op, rand(shape, dtype), 1)
+
+
+@ops
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (2, 0, 3), (0, 0)])
 @pytest.mark.parametrize("axis", [0, -1])
 def test_empty(op, shape, axis):

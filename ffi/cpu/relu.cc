@@ -103,10 +103,19 @@ struct ReluFwdBlock {
     Bits* y_bits = static_cast<Bits*>(y) + start;
     alignas(64) uint8_t flags[kBlockElements + 8];
     const int64_t size = rows * cols;
+    if constexpr (kAdd && std::is_same_v<T, F16>) {  // its conversions are fast in bulk only (see ToAccRun)
+      alignas(64) float sum[kBlockElements], addend[kBlockElements];
+      ToAccRun(x_values, sum, size);
+      ToAccRun(z_values, addend, size);
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) sum[i] += addend[i];
+      FromAccRun(sum, static_cast<T*>(y) + start, size);
+      x_bits = y_bits;
+    }
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) {
       Bits sum;
-      if constexpr (kAdd) {
+      if constexpr (kAdd && !std::is_same_v<T, F16>) {
         sum = std::bit_cast<Bits>(FromAcc<T>(ToAcc(x_values[i]) + ToAcc(z_values[i])));
       } else {
         sum = x_bits[i];

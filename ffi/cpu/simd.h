@@ -121,16 +121,18 @@ JAXNORM_INLINE void FromAccRun(const Acc<T>* from, T* to, int64_t n) {
 inline const bool kHasF16C = __builtin_cpu_supports("f16c");
 
 __attribute__((target("avx,f16c"))) inline void ConvertRunF16C(const F16* from, float* to, int64_t n) {
-  for (int64_t start = 0; start < n; start += 8) {
-    const int64_t i = std::min(start, n - 8);  // the last eight may overlap those before
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < n - 8; i += 8) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
+  _mm256_storeu_ps(to + n - 8, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + n - 8))));
 }
 __attribute__((target("avx,f16c"))) inline void ConvertRunF16C(const float* from, F16* to, int64_t n) {
-  for (int64_t start = 0; start < n; start += 8) {
-    const int64_t i = std::min(start, n - 8);
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < n - 8; i += 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
   }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + n - 8), _mm256_cvtps_ph(_mm256_loadu_ps(from + n - 8), 0));
 }
 template <>
 JAXNORM_INLINE void ToAccRun<F16>(const F16* from, float* to, int64_t n) {

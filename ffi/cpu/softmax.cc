@@ -27,16 +27,26 @@ namespace {
 // Elements of a tile: 128 KiB of float32, so that a buffer stays in the second-level cache.
 template <typename A>
 inline constexpr int64_t kTileElements = 128 * 1024 / sizeof(A);
+// Tiles of the backward across rows fit the first-level cache, from which its two buffers are read once. The forward
+// reads them twice and pays for merging the statistics of each one, so that more lines to a tile are better there.
+template <typename A>
+inline constexpr int64_t kSmallTileElements = 32 * 1024 / sizeof(A);
 // The chunks of a longer row are short enough for the first-level cache, because they are read twice.
 inline constexpr int64_t kRowChunk = 4096;
+// A thread works through this much of a group's chunks: 256 KiB of float32, which the second-level cache still holds
+// when the results are written.
+inline constexpr int64_t kPartElements = 64 * 1024;
 // Rows up to this length are worth interleaving; four of them fit the first-level cache.
 inline constexpr int64_t kShortRow = 2048;
 // The most elements in a vector: 64 bytes of a 16-bit type.
 inline constexpr int64_t kMaxLanes = 32;
 inline constexpr int64_t kGatheredElements = 4096;
-// Neighbouring rows in a tile, where inner > 1: at least whole cache lines, at most what the arrays of statistics hold.
-inline constexpr int64_t kMinWidth = 64;
-inline constexpr int64_t kMaxWidth = 512;
+// Neighbouring rows in a tile, where inner > 1: a page of memory. Lines of 256 bytes took twice the time, since each one
+// costs a look-up of its page, and threads that write to one page for the first time wait for one another.
+template <typename A>
+inline constexpr int64_t kMaxWidth = 4096 / sizeof(A);
+// The most statistics that an operation has.
+inline constexpr int kMaxStats = 2;
 
 // `width` neighbouring rows from `row` on, times `length` axis positions from `start` on. `offset` is where its first
 // element lies in the full array.
@@ -44,11 +54,11 @@ struct Tile {
   int64_t row, width, start, length, offset;
 };
 
-// How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. Tiles are numbered
-// [group][chunk].
+// How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. A group and a chunk make a tile;
+// consecutive chunks of a group make a part, which is the work of one thread.
 struct Grid {
   AxisShape shape;
-  int64_t width, blocks, groups, chunk, chunks;
+  int64_t width, blocks, groups, chunk, chunks, part, parts;
 
   Grid(const AxisShape& shape, int64_t width, int64_t chunk)
       : shape(shape),
@@ -56,23 +66,29 @@ struct Grid {
         blocks((shape.inner + width - 1) / width),
         groups(shape.outer * blocks),
         chunk(chunk),
-        chunks((shape.axis + chunk - 1) / chunk) {}
+        chunks((shape.axis + chunk - 1) / chunk),
+        part(std::max<int64_t>(1, kPartElements / (width * chunk))),
+        parts((chunks + part - 1) / part) {}
 
-  Tile tile(int64_t index) const {
-    const int64_t group = chunks == 1 ? index : index / chunks, start = (index - group * chunks) * chunk;
+  // The chunks of a unit of work, which are numbered [group][part].
+  int64_t first(int64_t unit) const { return unit % parts * part; }
+  int64_t last(int64_t unit) const { return std::min(first(unit) + part, chunks); }
+
+  Tile tile(int64_t group, int64_t index) const {
     const int64_t outer = blocks == 1 ? group : group / blocks, i = (group - outer * blocks) * width;
+    const int64_t start = index * chunk;
     return {outer * shape.inner + i, std::min(width, shape.inner - i), start, std::min(chunk, shape.axis - start),
             (outer * shape.axis + start) * shape.inner + i};
   }
 };
 
-Grid MakeGrid(const AxisShape& shape, int64_t tile_elements) {
-  if (shape.inner == 1) return Grid(shape, 1, shape.axis <= tile_elements ? shape.axis : kRowChunk);
-  const int64_t fitting = std::clamp(tile_elements / shape.axis, kMinWidth, kMaxWidth);
-  const int64_t blocks = (shape.inner + fitting - 1) / fitting;
+template <typename A>
+Grid MakeGrid(const AxisShape& shape, int64_t column_tile) {
+  if (shape.inner == 1) return Grid(shape, 1, shape.axis <= kTileElements<A> ? shape.axis : kRowChunk);
   // Blocks of equal width, rounded up to whole vectors.
+  const int64_t blocks = (shape.inner + kMaxWidth<A> - 1) / kMaxWidth<A>;
   const int64_t width = std::min(shape.inner, ((shape.inner + blocks - 1) / blocks + 15) / 16 * 16);
-  return Grid(shape, width, std::min(shape.axis, tile_elements / width));
+  return Grid(shape, width, std::min(shape.axis, column_tile / width));
 }
 
 // ---- Gathering ----
@@ -133,22 +149,6 @@ JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, c
   }
 }
 
-// buffer[i] = combine(buffer[i], operand's element for i) over a tile.
-template <typename U, typename A, typename Combine>
-JAXNORM_INLINE void CombineOperand(const Operand& operand, const AxisShape& shape, const Tile& tile, A* buffer,
-                                   Combine combine) {
-  ForEachRun<U>(operand, shape, tile, [=](const U* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
-    if (step == 0) {
-      const U value = *source;
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], value);
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) buffer[out + i] = combine(buffer[out + i], source[i]);
-    }
-  });
-}
-
 template <typename T>
 JAXNORM_SIMD_CLONES void Gather(const Operand& operand, const AxisShape& shape, const Tile& tile, Acc<T>* buffer) {
   ForEachRun<T>(operand, shape, tile, [=](const T* source, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
@@ -172,35 +172,40 @@ JAXNORM_SIMD_CLONES void Scatter(const Acc<T>* buffer, const AxisShape& shape, c
 template <typename A>
 JAXNORM_SIMD_CLONES void FillMasked(const Operand& where, const AxisShape& shape, const Tile& tile, A value,
                                     A* buffer) {
-  CombineOperand<uint8_t>(where, shape, tile, buffer,
-                          [=](A x, uint8_t keep) JAXNORM_INLINE_LAMBDA { return keep ? x : value; });
+  const auto fill = [=](const uint8_t* keep, int64_t step, int64_t out, int64_t n) JAXNORM_INLINE_LAMBDA {
+    if (step == 0) {
+      if (!*keep) std::fill_n(buffer + out, n, value);
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) buffer[out + i] = keep[i] ? buffer[out + i] : value;
+    }
+  };
+  ForEachRun<uint8_t>(where, shape, tile, fill);
 }
 
-// z = factor * scale * z + bias over a gathered tile.
-template <typename T>
-JAXNORM_SIMD_CLONES void ScaleAndBias(const SoftmaxFwdArgs& args, const Tile& tile, Acc<T>* z) {
-  using A = Acc<T>;
-  const A factor = static_cast<A>(args.factor);
-  if (args.scale) {
-    CombineOperand<T>(args.scale, args.shape, tile, z,
-                      [=](A x, T scale) JAXNORM_INLINE_LAMBDA { return factor * ToAcc(scale) * x; });
-  } else if (factor != 1) {
-    const Layout layout(args.shape, tile);
-    const int64_t size = layout.lines * layout.buffer_pitch;
+template <typename A>
+JAXNORM_SIMD_CLONES void Multiply(const A* by, A* z, int64_t n) {
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) z[i] *= factor;
-  }
-  if (args.bias) {
-    CombineOperand<T>(args.bias, args.shape, tile, z,
-                      [](A x, T bias) JAXNORM_INLINE_LAMBDA { return x + ToAcc(bias); });
+  for (int64_t i = 0; i < n; ++i) z[i] *= by[i];
+}
+
+// z[i] = factor * z[i] + bias[i]; no bias is a null pointer.
+template <typename A>
+JAXNORM_SIMD_CLONES void MultiplyAdd(A factor, const A* bias, A* z, int64_t n) {
+  if (bias) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) z[i] = factor * z[i] + bias[i];
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) z[i] *= factor;
   }
 }
 
 // ---- Loops ----
 //
-// Max and Sum reduce f over the axis into one statistic per row; ForEach only calls it. f gets (at, packed, row): the
-// element's position relative to the tile's first one in memory, in a packed buffer, and in an array of statistics.
-// kStep elements are a vector of the type that is read.
+// Max and Sum reduce f over the axis into one statistic per row; ForEach only calls it. f gets (at, row): the element's
+// position relative to the tile's first one in memory, and in an array of statistics. kStep elements are a vector of the
+// type that is read.
 
 // One contiguous row, or several at once: the steps of one row wait for one another, so that short rows take less time
 // interleaved. The loops run over whole vectors, since remainder loops would dominate short rows. So f is called for up
@@ -229,9 +234,9 @@ class RowLoops {
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
       for (int64_t start = 0; start < n_; start += kStep) {
-        const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
+        const int64_t at = row * pitch_ + start;
 #pragma omp simd
-        for (int64_t i = 0; i < kStep; ++i) f(at + i, packed + i, row);
+        for (int64_t i = 0; i < kStep; ++i) f(at + i, row);
       }
     }
   }
@@ -281,9 +286,9 @@ class RowLoops {
       for (int64_t start = block; start < stop; start += kStep) {
 #pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
-          const int64_t at = row * pitch_ + start, packed = row * Layout::RoundUp(n_) + start;
+          const int64_t at = row * pitch_ + start;
 #pragma omp simd
-          for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = combine(f(at + i, packed + i, row), lanes[row][i]);
+          for (int64_t i = 0; i < kStep; ++i) lanes[row][i] = combine(f(at + i, row), lanes[row][i]);
         }
       }
 #pragma GCC unroll 4
@@ -298,10 +303,10 @@ class RowLoops {
     const int32_t valid = static_cast<int32_t>(n_ - last);
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
-      const int64_t at = row * pitch_ + last, packed = row * Layout::RoundUp(n_) + last;
+      const int64_t at = row * pitch_ + last;
 #pragma omp simd
       for (int32_t i = 0; i < kStep; ++i) {
-        const A x = f(at + i, packed + i, row);
+        const A x = f(at + i, row);
         lanes[row][i] = combine(i < valid ? x : identity, totals[row][i]);
       }
     }
@@ -328,7 +333,7 @@ class ColumnLoops {
   ColumnLoops(const Tile& tile, int64_t pitch) : width_(tile.width), n_(tile.width), pitch_(pitch) {
     const int64_t size = tile.length * width_;
     if (width_ == pitch && width_ < kNarrow) {
-      n_ = std::min(size, kMaxWidth / width_ / 16 * 16 * width_);
+      n_ = std::min(size, kNarrowLine / width_ / 16 * 16 * width_);
       pitch_ = n_;
     }
     lines_ = (size + n_ - 1) / n_;
@@ -339,8 +344,7 @@ class ColumnLoops {
   JAXNORM_INLINE void Max(A* max, F f) const {
     const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { max[row] = x > max[row] ? x : max[row]; };
     for (int64_t row = 0; row < n_; ++row) max[row] = -kInfinity<A>;
-    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row)
-                       JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    ForEach<kStep>([=](int64_t at, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, row)); });
     MergeCopies(max, take);
   }
 
@@ -348,8 +352,7 @@ class ColumnLoops {
   JAXNORM_INLINE void Sum(A* sum, F f) const {
     const auto take = [=](int64_t row, A x) JAXNORM_INLINE_LAMBDA { sum[row] += x; };
     for (int64_t row = 0; row < n_; ++row) sum[row] = 0;
-    ForEach<kStep>([=](int64_t at, int64_t packed, int64_t row)
-                       JAXNORM_INLINE_LAMBDA { take(row, f(at, packed, row)); });
+    ForEach<kStep>([=](int64_t at, int64_t row) JAXNORM_INLINE_LAMBDA { take(row, f(at, row)); });
     MergeCopies(sum, take);
   }
 
@@ -358,7 +361,7 @@ class ColumnLoops {
     for (int64_t line = 0; line < lines_; ++line) {
       const int64_t n = line + 1 < lines_ ? n_ : last_n_;
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) f(line * pitch_ + i, line * n_ + i, i);
+      for (int64_t i = 0; i < n; ++i) f(line * pitch_ + i, i);
     }
   }
 
@@ -380,7 +383,7 @@ class ColumnLoops {
   }
 
  private:
-  static constexpr int64_t kNarrow = 32;
+  static constexpr int64_t kNarrow = 32, kNarrowLine = 512;
 
   template <typename A, typename Take>
   JAXNORM_INLINE void MergeCopies(A* stat, Take take) const {
@@ -422,27 +425,15 @@ struct FwdCore {
     const S* x_tile = x + tile.offset;
     S* y_tile = y + tile.offset;
     const auto z = [=, *this](int64_t at) JAXNORM_INLINE_LAMBDA { return ToAcc(x_tile[at]) * factor; };
-    A max[kMaxWidth], sum[kMaxWidth];
-
+    A max[kMaxWidth<A>], sum[kMaxWidth<A>];
     if (steps == kResults) {
       loops.Load(stats, max);
       loops.Load(stats + tile.width, sum);
     } else {
-      loops.template Max<kStep>(max, [=](int64_t at, int64_t, int64_t) JAXNORM_INLINE_LAMBDA { return z(at); });
-    }
-    if (steps == kWhole && !log) {
-      A* terms = ThreadBuffer<A, 1>();  // 0 may hold x
-      loops.template Sum<kStep>(sum, [=, m = loops.View(max)](int64_t at, int64_t packed, int64_t row)
-                                         JAXNORM_INLINE_LAMBDA { return terms[packed] = Exp(z(at) - m[row]); });
-      loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
-      loops.template ForEach<kStep>([=, scale = loops.View(sum)](int64_t at, int64_t packed, int64_t row)
-                                        JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>(terms[packed] * scale[row]); });
-      return;
-    }
-    if (steps != kResults) {
-      A shift[kMaxWidth];
+      A shift[kMaxWidth<A>];
+      loops.template Max<kStep>(max, [=](int64_t at, int64_t) JAXNORM_INLINE_LAMBDA { return z(at); });
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { shift[row] = FiniteShift(max[row]); });
-      loops.template Sum<kStep>(sum, [=, m = loops.View(shift)](int64_t at, int64_t, int64_t row)
+      loops.template Sum<kStep>(sum, [=, m = loops.View(shift)](int64_t at, int64_t row)
                                          JAXNORM_INLINE_LAMBDA { return Exp(z(at) - m[row]); });
     }
     if (steps == kStatistics) {
@@ -450,12 +441,13 @@ struct FwdCore {
       std::copy_n(sum, tile.width, stats + tile.width);
     } else if (log) {
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = std::log(sum[row]); });
-      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row)
+      loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t row)
                                         JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>((z(at) - m[row]) - s[row]); });
     } else {
+      // The exponential again: as fast as keeping the first one in a buffer, or faster in rows of some thousands.
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
       loops.template ForEach<kStep>(
-          [=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t, int64_t row)
+          [=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t row)
               JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>(Exp(z(at) - m[row]) * s[row]); });
     }
   }
@@ -494,18 +486,18 @@ struct BwdCore {
     const S* t_tile = t + tile.offset;
     S* out_tile = out + tile.offset;
     const A factor = this->factor;
-    A sum[kMaxWidth];
+    A sum[kMaxWidth<A>];
     if (steps == kResults) {
       loops.Load(stats, sum);
     } else {
-      loops.template Sum<kStep>(sum, [=](int64_t at, int64_t, int64_t)
-                                         JAXNORM_INLINE_LAMBDA { return Term(ToAcc(y_tile[at]), ToAcc(t_tile[at])); });
+      loops.template Sum<kStep>(
+          sum, [=](int64_t at, int64_t) JAXNORM_INLINE_LAMBDA { return Term(ToAcc(y_tile[at]), ToAcc(t_tile[at])); });
     }
     if (steps == kStatistics) {
       std::copy_n(sum, tile.width, stats);
       return;
     }
-    loops.template ForEach<kStep>([=, s = loops.View(sum)](int64_t at, int64_t, int64_t row) JAXNORM_INLINE_LAMBDA {
+    loops.template ForEach<kStep>([=, s = loops.View(sum)](int64_t at, int64_t row) JAXNORM_INLINE_LAMBDA {
       out_tile[at] = FromAcc<S>(factor * Result(ToAcc(y_tile[at]), ToAcc(t_tile[at]), s[row]));
     });
   }
@@ -531,7 +523,7 @@ struct BwdCore {
 
 // Whole rows of one length, `pitch` apart.
 template <typename Core>
-JAXNORM_INLINE void RunRows(const Core& core, int64_t offset, int64_t rows, int64_t length, int64_t pitch) {
+JAXNORM_SIMD_CLONES void RunRows(const Core& core, int64_t offset, int64_t rows, int64_t length, int64_t pitch) {
   constexpr int kTogether = Core::kRowsTogether;
   const auto run = [&]<int kRows>(int64_t row) JAXNORM_INLINE_LAMBDA {
     const Tile tile{0, kRows, 0, length, offset + row * pitch};
@@ -544,204 +536,236 @@ JAXNORM_INLINE void RunRows(const Core& core, int64_t offset, int64_t rows, int6
   for (; row < rows; ++row) run.template operator()<1>(row);
 }
 
-// Runs tiles [begin, end) in place. The statistics of tile i are at stats[i * kStats * grid.width]; the results of a
-// group are made from those of its first tile.
 template <typename Loops, typename Core>
-JAXNORM_SIMD_CLONES void RunInPlace(const Core& core, const Grid& grid, int64_t begin, int64_t end, Steps steps,
-                                    typename Core::A* stats) {
-  const AxisShape& shape = grid.shape;
-  if constexpr (Loops::kAlongRows) {
-    if (steps == kWhole) {
-      RunRows(core, begin * shape.axis, end - begin, shape.axis, shape.axis);
-      return;
-    }
-  }
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t at = steps == kResults ? i / grid.chunks * grid.chunks : i;
-    core.template Run<Loops>(grid.tile(i), shape.inner, steps, stats + at * Core::kStats * grid.width);
-  }
+JAXNORM_SIMD_CLONES void RunTile(const Core& core, const Tile& tile, int64_t pitch, Steps steps,
+                                 typename Core::A* stats) {
+  core.template Run<Loops>(tile, pitch, steps, stats);
 }
 
-// Runs a gathered tile, for which the core's pointers are buffers.
-template <typename Loops, typename Core>
-JAXNORM_SIMD_CLONES void RunBuffer(const Core& core, const AxisShape& shape, const Tile& tile, Steps steps,
-                                   typename Core::A* stats) {
-  const Layout layout(shape, tile);
-  if constexpr (Loops::kAlongRows) {
-    if (steps == kWhole) {
-      RunRows(core, 0, layout.lines, layout.n, layout.buffer_pitch);
-      return;
-    }
-  }
-  core.template Run<Loops>({0, tile.width, 0, tile.length, 0}, layout.buffer_pitch, steps, stats);
-}
-
-// Merges the statistics of each group's tiles, in order, into those of its first one.
 template <typename Core>
-JAXNORM_SIMD_CLONES void MergeGroups(const Grid& grid, int64_t begin, int64_t end, typename Core::A* stats) {
-  const int64_t stride = Core::kStats * grid.width;
-  for (int64_t group = begin; group < end; ++group) {
-    typename Core::A* first = stats + group * grid.chunks * stride;
-    for (int64_t chunk = 1; chunk < grid.chunks; ++chunk) {
-      Core::Merge(first + chunk * stride, first, grid.tile(group * grid.chunks).width);
-    }
+JAXNORM_SIMD_CLONES void MergeStatistics(const typename Core::A* from, typename Core::A* into, int64_t width) {
+  Core::Merge(from, into, width);
+}
+
+template <typename Core>
+void Run(const Core& core, bool along_rows, const Tile& tile, int64_t pitch, Steps steps, typename Core::A* stats) {
+  if (!along_rows) {
+    RunTile<ColumnLoops>(core, tile, pitch, steps, stats);
+  } else if (steps == kWhole) {
+    RunRows(core, tile.offset, tile.width, tile.length, pitch);
+  } else {
+    RunTile<RowLoops<1>>(core, tile, pitch, steps, stats);
   }
 }
 
 // ---- Kernels ----
 //
-// A kernel runs a core in place, or gathers a tile, runs a core in the buffer, and scatters the results.
+// A kernel runs a core in place, or gathers a tile, runs a core in the buffer, and scatters the results. float16 is
+// always gathered: its conversions are fast in bulk only (see ToAccRun).
 
-// float16 is always gathered: its conversions are fast in bulk only (see ToAccRun).
+// What RunTiles needs of a kernel: virtual functions, so that it is compiled once per A.
+template <typename A>
+struct Kernel {
+  AxisShape shape;
+  int64_t column_tile;  // elements of a tile across rows
+  int64_t stats;        // statistics of a row
+  bool in_place;
+  int64_t step;  // elements in a vector, to which rows overrun in place
+
+  bool along_rows() const { return shape.inner == 1; }
+  virtual ~Kernel() = default;
+  virtual void RunInPlace(const Tile& tile, Steps steps, A* stats) const = 0;
+  virtual void RunGathered(const Tile& tile, Steps steps, A* stats) const = 0;
+  virtual void Merge(const A* from, A* into, int64_t width) const = 0;
+
+ protected:
+  // Runs a gathered tile, for which the core's pointers are buffers.
+  template <typename Core>
+  void RunBuffer(const Core& core, const Tile& tile, Steps steps, A* stats) const {
+    Run(core, along_rows(), {0, tile.width, 0, tile.length, 0}, Layout(shape, tile).buffer_pitch, steps, stats);
+  }
+};
+
 template <typename T>
-inline constexpr bool kMayBeInPlace = !std::is_same_v<T, F16>;
-
-template <typename T, typename LoopsT>
-struct FwdKernel {
+struct FwdKernel final : Kernel<Acc<T>> {
   using A = Acc<T>;
-  using Loops = LoopsT;
-  using Element = T;
-  using BufferCore = FwdCore<A>;
+  static constexpr bool kMayBeInPlace = !std::is_same_v<T, F16>;
   const SoftmaxFwdArgs& args;
 
-  bool InPlace() const { return !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape); }
-
-  FwdCore<T> InPlaceCore() const {
-    return {static_cast<const T*>(args.x.data), static_cast<T*>(args.y), static_cast<A>(args.factor), args.log};
+  explicit FwdKernel(const SoftmaxFwdArgs& args) : args(args) {
+    this->shape = args.shape;
+    this->column_tile = kTileElements<A>;
+    this->stats = FwdCore<A>::kStats;
+    this->in_place = kMayBeInPlace && !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape);
+    this->step = kLanes<T>;
   }
 
-  void RunGathered(const Tile& tile, Steps steps, A* stats) const {
+  void RunInPlace(const Tile& tile, Steps steps, A* stats) const override {
+    if constexpr (kMayBeInPlace) {
+      const FwdCore<T> core{static_cast<const T*>(args.x.data), static_cast<T*>(args.y), static_cast<A>(args.factor),
+                            args.log};
+      Run(core, this->along_rows(), tile, Layout(args.shape, tile).memory_pitch, steps, stats);
+    }
+  }
+
+  void RunGathered(const Tile& tile, Steps steps, A* stats) const override {
     A* z = ThreadBuffer<A, 0>();
+    A* operand = ThreadBuffer<A, 1>();
+    const Layout layout(args.shape, tile);
+    const int64_t size = layout.lines * layout.buffer_pitch;
     Gather<T>(args.x, args.shape, tile, z);
-    ScaleAndBias<T>(args, tile, z);
+    if (args.scale) {
+      Gather<T>(args.scale, args.shape, tile, operand);
+      Multiply(operand, z, size);
+    }
+    if (args.bias) Gather<T>(args.bias, args.shape, tile, operand);
+    if (args.bias || args.factor != 1) MultiplyAdd(static_cast<A>(args.factor), args.bias ? operand : nullptr, z, size);
     if (args.where) FillMasked(args.where, args.shape, tile, -kInfinity<A>, z);
-    RunBuffer<Loops>(BufferCore{z, z, A{1}, args.log}, args.shape, tile, steps, stats);
+    this->RunBuffer(FwdCore<A>{z, z, A{1}, args.log}, tile, steps, stats);
     if (steps == kStatistics) return;
     // Needed for softmax too: a NaN elsewhere in the row has spread to the masked elements.
     if (args.where) FillMasked(args.where, args.shape, tile, args.log ? -kInfinity<A> : A{0}, z);
     Scatter<T>(z, args.shape, tile, static_cast<T*>(args.y));
   }
+
+  void Merge(const A* from, A* into, int64_t width) const override { MergeStatistics<FwdCore<A>>(from, into, width); }
 };
 
-template <typename T, typename LoopsT, SoftmaxForm kForm>
-struct BwdKernel {
+template <typename T, SoftmaxForm kForm>
+struct BwdKernel final : Kernel<Acc<T>> {
   using A = Acc<T>;
-  using Loops = LoopsT;
-  using Element = T;
-  using BufferCore = BwdCore<A, kForm>;
+  // Forward-mode derivatives of log_softmax are too rare to compile for every type.
+  static constexpr bool kMayBeInPlace =
+      !std::is_same_v<T, F16> && (std::is_same_v<T, A> || kForm != SoftmaxForm::kLogJvp);
   const SoftmaxBwdArgs& args;
 
-  bool InPlace() const { return !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape); }
-
-  BwdCore<T, kForm> InPlaceCore() const {
-    return {static_cast<const T*>(args.y.data), static_cast<const T*>(args.t.data), static_cast<T*>(args.out),
-            static_cast<A>(args.factor)};
+  explicit BwdKernel(const SoftmaxBwdArgs& args) : args(args) {
+    this->shape = args.shape;
+    this->column_tile = kSmallTileElements<A>;
+    this->stats = BwdCore<A, kForm>::kStats;
+    this->in_place = kMayBeInPlace && !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape);
+    this->step = kLanes<T>;
   }
 
-  void RunGathered(const Tile& tile, Steps steps, A* stats) const {
+  void RunInPlace(const Tile& tile, Steps steps, A* stats) const override {
+    if constexpr (kMayBeInPlace) {
+      const BwdCore<T, kForm> core{static_cast<const T*>(args.y.data), static_cast<const T*>(args.t.data),
+                                   static_cast<T*>(args.out), static_cast<A>(args.factor)};
+      Run(core, this->along_rows(), tile, Layout(args.shape, tile).memory_pitch, steps, stats);
+    }
+  }
+
+  void RunGathered(const Tile& tile, Steps steps, A* stats) const override {
     A* y = ThreadBuffer<A, 0>();
     A* t = ThreadBuffer<A, 1>();
-    Gather<T>(args.y, args.shape, tile, y);
-    Gather<T>(args.t, args.shape, tile, t);
-    if (args.where) {
-      FillMasked(args.where, args.shape, tile, A{0}, y);
-      FillMasked(args.where, args.shape, tile, A{0}, t);
+    if (kForm != SoftmaxForm::kLogVjp || steps != kStatistics) {  // its statistic is a sum of t alone
+      Gather<T>(args.y, args.shape, tile, y);
+      if (args.where) FillMasked(args.where, args.shape, tile, A{0}, y);
     }
-    RunBuffer<Loops>(BufferCore{y, t, y, static_cast<A>(args.factor)}, args.shape, tile, steps, stats);
+    Gather<T>(args.t, args.shape, tile, t);
+    if (args.where) FillMasked(args.where, args.shape, tile, A{0}, t);
+    this->RunBuffer(BwdCore<A, kForm>{y, t, y, static_cast<A>(args.factor)}, tile, steps, stats);
     if (steps == kStatistics) return;
     if (args.where) FillMasked(args.where, args.shape, tile, A{0}, y);
     Scatter<T>(y, args.shape, tile, static_cast<T*>(args.out));
+  }
+
+  void Merge(const A* from, A* into, int64_t width) const override {
+    MergeStatistics<BwdCore<A, SoftmaxForm::kSoftmax>>(from, into, width);  // a sum in every form
   }
 };
 
 // ---- Execution ----
 
-// Tiles [begin, end), which one thread runs in order. Memory before `limit` is theirs to write, so that a row may
-// overrun into the next ones; the last ones, which would overrun the limit, are gathered.
-template <typename Kernel>
-void RunSteps(const Kernel& kernel, const Grid& grid, int64_t begin, int64_t end, int64_t limit, Steps steps,
-              typename Kernel::A* stats) {
-  const bool along_rows = grid.shape.inner == 1;
-  int64_t split = begin;
-  if constexpr (kMayBeInPlace<typename Kernel::Element>) {
-    if (kernel.InPlace()) {
-      constexpr int64_t kStep = kLanes<typename Kernel::Element>;
-      for (split = end; along_rows && split > begin; --split) {
-        const Tile last = grid.tile(split - 1);
-        if (last.offset + (last.length + kStep - 1) / kStep * kStep <= limit) break;
-      }
-      RunInPlace<typename Kernel::Loops>(kernel.InPlaceCore(), grid, begin, split, steps, stats);
+// Groups [begin, end), each of one tile, from start to end. In place, rows overrun into the next ones, which are written
+// later; those that would overrun the last one here, where another thread may be at work, are gathered.
+template <typename A>
+void RunWhole(const Kernel<A>& kernel, const Grid& grid, int64_t begin, int64_t end) {
+  const int64_t axis = grid.shape.axis;
+  if (!kernel.along_rows()) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = grid.tile(i, 0);
+      kernel.in_place ? kernel.RunInPlace(tile, kWhole, nullptr) : kernel.RunGathered(tile, kWhole, nullptr);
     }
+    return;
+  }
+  if (kernel.in_place) {
+    const int64_t overrun = -axis & (kernel.step - 1);
+    Tile rows = grid.tile(begin, 0);
+    rows.width = std::max<int64_t>(0, end - begin - (overrun + axis - 1) / axis);
+    kernel.RunInPlace(rows, kWhole, nullptr);
+    begin += rows.width;
   }
   // Short rows are gathered several at a time, as many as fit the first-level cache.
-  const int64_t together =
-      along_rows && steps == kWhole ? std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(grid.shape.axis)) : 1;
-  for (int64_t i = split; i < end; i += together) {
-    Tile tile = grid.tile(i);
-    if (along_rows) tile.width = std::min(together, end - i);
-    const int64_t at = steps == kResults ? i / grid.chunks * grid.chunks : i;
-    kernel.RunGathered(tile, steps, stats + at * Kernel::BufferCore::kStats * grid.width);
+  const int64_t together = std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(axis));
+  for (; begin < end; begin += together) {
+    Tile rows = grid.tile(begin, 0);
+    rows.width = std::min(together, end - begin);
+    kernel.RunGathered(rows, kWhole, nullptr);
   }
 }
 
-template <typename Kernel>
-ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel& kernel) {
-  using A = typename Kernel::A;
-  const AxisShape& shape = kernel.args.shape;
-  const Grid grid = MakeGrid(shape, kTileElements<A>);
-  const int64_t tiles = grid.groups * grid.chunks;
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
+// One of a group's chunks, of which no row may overrun its own.
+template <typename A>
+void RunChunk(const Kernel<A>& kernel, const Tile& tile, Steps steps, A* stats) {
+  const bool in_place = kernel.in_place && (!kernel.along_rows() || tile.length % kernel.step == 0);
+  in_place ? kernel.RunInPlace(tile, steps, stats) : kernel.RunGathered(tile, steps, stats);
+}
+
+// The shape alone decides how the work is cut and in which order statistics are merged, and so the results: the number
+// of threads and their timing do not matter.
+template <typename A>
+ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
+  const Grid grid = MakeGrid<A>(kernel.shape, kernel.column_tile);
   if (grid.chunks == 1) {
-    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) {
-      const int64_t limit = end < tiles ? grid.tile(end).offset : shape.size();
-      RunSteps(kernel, grid, begin, end, limit, kWhole, static_cast<A*>(nullptr));
-    });
+    const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
+    ParallelFor(pool, grid.groups, grain, [&](int64_t begin, int64_t end) { RunWhole(kernel, grid, begin, end); });
     return ffi::Error::Success();
   }
 
-  std::vector<A> stats(tiles * Kernel::BufferCore::kStats * grid.width);
-  const auto run = [&](Steps steps, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Tile tile = grid.tile(i);
-      RunSteps(kernel, grid, i, i + 1, tile.offset + tile.length, steps, stats.data());
+  const int64_t stride = kernel.stats * grid.width, units = grid.groups * grid.parts;
+  std::vector<A> stats(units * stride);
+  const auto statistics = [&](int64_t unit) {
+    A* total = &stats[unit * stride];
+    A chunk[kMaxStats * kMaxWidth<A>];
+    for (int64_t i = grid.first(unit); i < grid.last(unit); ++i) {
+      const Tile tile = grid.tile(unit / grid.parts, i);
+      const bool first = i == grid.first(unit);
+      RunChunk(kernel, tile, kStatistics, first ? total : chunk);
+      if (!first) kernel.Merge(chunk, total, tile.width);
     }
   };
-  const auto merge = [&](int64_t begin, int64_t end) {
-    MergeGroups<typename Kernel::BufferCore>(grid, begin, end, stats.data());
+  const auto results = [&](int64_t unit) {
+    A* total = &stats[unit / grid.parts * grid.parts * stride];
+    for (int64_t i = grid.first(unit); i < grid.last(unit); ++i) {
+      RunChunk(kernel, grid.tile(unit / grid.parts, i), kResults, total);
+    }
   };
-  // With groups enough for all threads a group stays on one, whose cache may still hold it when it is written.
-  // Otherwise each step is spread by itself.
-  constexpr int64_t kGroupsPerThread = 4;
-  if (grid.groups >= kGroupsPerThread * pool.num_threads()) {
-    ParallelFor(pool, grid.groups, 1, [&](int64_t begin, int64_t end) {
-      run(kStatistics, begin * grid.chunks, end * grid.chunks);
-      merge(begin, end);
-      run(kResults, begin * grid.chunks, end * grid.chunks);
+  if (grid.parts == 1) {
+    ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) {
+      statistics(unit);
+      results(unit);
     });
-  } else {
-    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) { run(kStatistics, begin, end); });
-    ParallelFor(pool, grid.groups, std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunks)), merge);
-    ParallelFor(pool, tiles, grain, [&](int64_t begin, int64_t end) { run(kResults, begin, end); });
+    return ffi::Error::Success();
   }
+  // A group that is too large for the cache is spread over the threads, step by step.
+  ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { statistics(unit); });
+  ParallelFor(pool, grid.groups, 1, [&](int64_t group, int64_t) {
+    A* total = &stats[group * grid.parts * stride];
+    for (int64_t i = 1; i < grid.parts; ++i) kernel.Merge(total + i * stride, total, grid.tile(group, 0).width);
+  });
+  ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { results(unit); });
   return ffi::Error::Success();
 }
 
 // ---- Handlers ----
-
-// Calls run.operator()<Loops>() with the loops that suit the shape.
-template <typename Run>
-ffi::Error DispatchLoops(const AxisShape& shape, Run run) {
-  return shape.inner == 1 ? run.template operator()<RowLoops<1>>() : run.template operator()<ColumnLoops>();
-}
 
 ffi::Error SoftmaxFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
                       int64_t axis, double factor, bool log, int64_t operands) {
   SoftmaxFwdArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseSoftmaxFwd(x, rest, *y, axis, factor, log, operands, &args));
   if (args.shape.size() == 0) return ffi::Error::Success();
-  return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    return DispatchLoops(args.shape, [&]<typename Loops>() { return RunTiles(pool, FwdKernel<T, Loops>{args}); });
-  });
+  return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunTiles<Acc<T>>(pool, FwdKernel<T>(args)); });
 }
 
 ffi::Error SoftmaxBwd(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest,
@@ -750,16 +774,14 @@ ffi::Error SoftmaxBwd(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer t, 
   JAXNORM_RETURN_IF_ERROR(ParseSoftmaxBwd(y, t, rest, *out, axis, factor, form, &args));
   if (args.shape.size() == 0) return ffi::Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    return DispatchLoops(args.shape, [&]<typename Loops>() {
-      switch (args.form) {
-        case SoftmaxForm::kSoftmax:
-          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kSoftmax>{args});
-        case SoftmaxForm::kLogJvp:
-          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kLogJvp>{args});
-        default:
-          return RunTiles(pool, BwdKernel<T, Loops, SoftmaxForm::kLogVjp>{args});
-      }
-    });
+    switch (args.form) {
+      case SoftmaxForm::kSoftmax:
+        return RunTiles<Acc<T>>(pool, BwdKernel<T, SoftmaxForm::kSoftmax>(args));
+      case SoftmaxForm::kLogJvp:
+        return RunTiles<Acc<T>>(pool, BwdKernel<T, SoftmaxForm::kLogJvp>(args));
+      default:
+        return RunTiles<Acc<T>>(pool, BwdKernel<T, SoftmaxForm::kLogVjp>(args));
+    }
   });
 }
 

@@ -42,10 +42,25 @@ __device__ __forceinline__ P ShuffleXor(P value, int offset) {
 }
 
 // ---- Thread-block clusters (no-ops that are never called before sm_90) ----
+//
+// Blocks send values to each other's shared memory and count the bytes that arrive with an mbarrier. A cluster barrier
+// instead would have to make the values visible, and waits for all stores to global memory in the process: the results
+// of the row before.
 
-__device__ __forceinline__ void ClusterArrive() {
+// Prepares `count` barriers in shared memory, and tells the peers so. To be paired with ClusterWait, after which every
+// peer is running and can be sent to.
+__device__ __forceinline__ void ClusterStart(uint64_t* barriers, int count) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < count; ++i) {
+      asm volatile(
+          "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barriers + i)))
+          : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
@@ -55,9 +70,10 @@ __device__ __forceinline__ void ClusterWait() {
 #endif
 }
 
-// Writes `value` to the variable at `local` in the shared memory of block `rank` of this cluster.
+// Writes `value` to the variable at `local`, and counts it at the barrier at `barrier`, both in the shared memory of
+// block `rank` of this cluster.
 template <typename P>
-__device__ __forceinline__ void StoreToPeer(P* local, int rank, P value) {
+__device__ __forceinline__ void SendToPeer(P* local, uint64_t* barrier, int rank, P value) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kWords = sizeof(P) / sizeof(uint32_t);
   struct Words {
@@ -65,11 +81,38 @@ __device__ __forceinline__ void StoreToPeer(P* local, int rank, P value) {
   };
   const Words words = std::bit_cast<Words>(value);
   uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
+  uint32_t counter = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(counter), "r"(rank));
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address + 4 * i), "r"(words.w[i]) : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + 4 * i),
+        "r"(words.w[i]), "r"(counter)
+        : "memory");
   }
+#endif
+}
+
+// Waits for `bytes` from all peers together, this block among them. `parity` is that of how often the barrier has been
+// waited for before.
+__device__ __forceinline__ void ReceiveFromPeers(uint64_t* barrier, int bytes, int parity) {
+#if __CUDA_ARCH__ >= 900
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+  }
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n .reg .pred p;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+  }
+  __syncwarp();
 #endif
 }
 
@@ -79,27 +122,29 @@ template <typename P>
 struct RowShared {
   P warps[kMaxWarps];
   P blocks[kMaxCluster];
+  uint64_t barrier;
 };
 
 // Merges partials that are equal in all lanes of a warp over the `warps_per_row` warps (a power of two, or all of the
-// block) and `cluster` blocks that share a row. One barrier per level. Peers push their partial instead of being read,
-// so no block has to wait for readers to leave.
+// block) that share a row.
 template <typename P>
-__device__ __forceinline__ P MergeRow(P value, int warps_per_row, int cluster, int rank, RowShared<P>& shared) {
+__device__ __forceinline__ P MergeWarps(P value, int warps_per_row, RowShared<P>& shared) {
   if (warps_per_row <= 1) return value;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   if (lane == 0) shared.warps[warp] = value;
   __syncthreads();
   const int first = warp / warps_per_row * warps_per_row;
-  value = P::MergeLanes(lane < warps_per_row ? shared.warps[first + lane] : P::Identity(), kWarp);
-  if (cluster > 1) {
-    ClusterWait();  // pairs with the arrival at the kernel's start: every peer is running, its shared memory exists
-    if (threadIdx.x < cluster) StoreToPeer(&shared.blocks[rank], threadIdx.x, value);
-    ClusterArrive();
-    ClusterWait();
-    value = P::MergeLanes(lane < cluster ? shared.blocks[lane] : P::Identity(), kWarp);
-  }
-  return value;
+  return P::MergeLanes(lane < warps_per_row ? shared.warps[first + lane] : P::Identity(), kWarp);
+}
+
+// Merges what the `cluster` blocks that share a row have, after ClusterStart and ClusterWait. `parity`: see
+// ReceiveFromPeers. A kernel that merges again takes another `shared` in between, since a peer may be ahead by one.
+template <typename P>
+__device__ __forceinline__ P MergeBlocks(P value, int cluster, int rank, RowShared<P>& shared, int parity = 0) {
+  const int lane = threadIdx.x % kWarp;
+  if (threadIdx.x < cluster) SendToPeer(&shared.blocks[rank], &shared.barrier, threadIdx.x, value);
+  ReceiveFromPeers(&shared.barrier, cluster * static_cast<int>(sizeof(P)), parity);
+  return P::MergeLanes(lane < cluster ? shared.blocks[lane] : P::Identity(), kWarp);
 }
 
 }  // namespace jaxnorm

@@ -15,7 +15,8 @@
 //   Block  every thread copies its slots to shared memory asynchronously and reads them from there once per pass.
 //          What is in flight is then bounded by shared memory, not by registers, and while some blocks load, others
 //          store. Rows of more than 100 KiB per input go over a cluster of up to 8 blocks, which exchange partials
-//          through distributed shared memory (sm_90 and later).
+//          through distributed shared memory (sm_90 and later). Blocks that stay for several rows were measured 10%
+//          slower: multiprocessors are not equally fast, and then wait for the slowest.
 //   Split  too long for that: one launch reduces chunks of rows, the next one stores; batch by batch, so that the second
 //          launch finds its inputs in L2.
 //
@@ -28,14 +29,17 @@
 //   struct Row                              pointers into one row; Row Begin(int64_t row) const
 //   const OperandRow<T>& Input(row, k); bool Has(k); int Place(k), Inputs(); bool HasWhere()   input k < kInputs, if it is there, which of
 //                                           the Inputs() present ones it is, and `where` of a row (kGeneral)
+//   bool Reduces(k)                         whether the reduction reads input k
+//   WithVariant(f)                          calls f(v) once with what kernels should be compiled for separately, as a
+//                                           constant; the same v is handed to the functions below
 //   struct Slot                             what is kept of one slot between reduction and store
 //   void Decode<kEdges>(row, slot, RawSlot, Slot&)   to arithmetic; kEdges: elements outside the row may be anything and
 //                                           become neutral
 //   static T NeutralInput()                 what a row is padded with instead (kPlain, kRagged)
-//   template <int kN> Partial Reduce(Slot(&)[kN], int width)   of the slots and of `width` lanes
-//   void Prepare(Slot&, Partial total)      bring a freshly decoded slot to the state that Reduce leaves
-//   Final Finish(Partial total)
-//   void Store(row, slot, Slot, Final)
+//   template <int kN> Partial Reduce(v, Slot(&)[kN], int width)   of the slots and of `width` lanes
+//   void Prepare(v, Slot&, Partial total)   bring a freshly decoded slot to the state that Reduce leaves
+//   Final Finish(v, Partial total)
+//   void Store(v, row, slot, Slot, Final)
 //   int64_t rows
 #ifndef JAXNORM_CUDA_ROWS_CUH_
 #define JAXNORM_CUDA_ROWS_CUH_
@@ -80,14 +84,7 @@ struct RawSlot {
   Vec<bool, kVecSize<typename Op::T>> where;  // kGeneral, where there is one
 };
 
-// Reads elements [first, first + kVec) around a row of an input.
-template <Mode kMode, typename T>
-__device__ __forceinline__ Vec<T, kVecSize<T>> LoadSlot(const OperandRow<T>& input, int first) {
-  if constexpr (kMode == Mode::kPlain) return jaxnorm::Load(input.row + first);
-  return input.template Load<kVecSize<T>>(first);
-}
-
-// The same into shared memory; complete after CopyWait.
+// Copies elements [first, first + kVec) around a row of an input to shared memory; complete after CopyWait.
 template <Mode kMode, typename T>
 __device__ __forceinline__ void CopySlotAsync(Vec<T, kVecSize<T>>* shared, const OperandRow<T>& input, int first) {
   const auto* p = reinterpret_cast<const Vec<T, kVecSize<T>>*>(input.row + first);
@@ -119,9 +116,10 @@ __device__ __forceinline__ void StoreSlot(T* row, const SlotGrid<T, kMode>& grid
 inline constexpr int kMaxWarpSlots = 64;
 inline constexpr int kWarpThreads = 64;  // per block of the Warp tier
 
-// Slots per lane of the Warp tier, for all inputs.
+// Slots per lane of the Warp tier. Short rows are better off with more lanes.
 template <typename Op>
 inline constexpr int kWarpItems = 4 / Op::kColumnInputs;
+inline constexpr int kShortWarpItems = 2, kShortWarpSlots = 8;
 
 // Slot j of lane t of a group of 2^log2_lanes is j * lanes + t.
 template <typename Op, int kItems>
@@ -138,22 +136,25 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_const
   for (int j = 0; j < kItems; ++j) {
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
-#pragma unroll
-      for (int i = 0; i < kVecSize<T>; ++i) raw[j].in[k].v[i] = Op::NeutralInput();
+      // As words: a condition on a vector of 16-bit elements is compiled to one selection for each of them.
+      uint4 words = SplatWords(Op::NeutralInput());
       if (const int slot = lane + j * lanes; slot < slots) {
-        raw[j].in[k] = LoadSlot<Op::kMode>(op.Input(row, k), row.grid.First(slot));
+        words = std::bit_cast<uint4>(jaxnorm::Load(op.Input(row, k).row + row.grid.First(slot)));
       }
+      raw[j].in[k] = std::bit_cast<Vec<T, kVecSize<T>>>(words);
     }
   }
-  typename Op::Slot kept[kItems];
+  op.WithVariant([&](auto variant) {
+    typename Op::Slot kept[kItems];
 #pragma unroll
-  for (int j = 0; j < kItems; ++j) op.template Decode<false>(row, lane + j * lanes, raw[j], kept[j]);
-  const typename Op::Partial total = op.Reduce(kept, lanes);
-  const auto final = op.Finish(total);
+    for (int j = 0; j < kItems; ++j) op.template Decode<false>(row, lane + j * lanes, raw[j], kept[j]);
+    const typename Op::Partial total = op.Reduce(variant, kept, lanes);
+    const auto final = op.Finish(variant, total);
 #pragma unroll
-  for (int j = 0; j < kItems; ++j) {
-    if (const int slot = lane + j * lanes; slot < slots) op.Store(row, slot, kept[j], final);
-  }
+    for (int j = 0; j < kItems; ++j) {
+      if (const int slot = lane + j * lanes; slot < slots) op.Store(variant, row, slot, kept[j], final);
+    }
+  });
 }
 
 // ---- Passes over many slots, from shared or from global memory ----
@@ -182,23 +183,23 @@ __device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op
   for (; base < end; base += step) group(base, std::integral_constant<int, 1>());
 }
 
-template <bool kEdges, typename Op, typename Fetch>
-__device__ __forceinline__ void ReduceSlots(const Op& op, const typename Op::Row& row, int first, int end, int step,
-                                            Fetch fetch, typename Op::Partial& own) {
+template <bool kEdges, typename Op, typename Variant, typename Fetch>
+__device__ __forceinline__ void ReduceSlots(const Op& op, Variant variant, const typename Op::Row& row, int first,
+                                            int end, int step, Fetch fetch, typename Op::Partial& own) {
   ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int, typename Op::Slot(&kept)[kN]) {
-    own = Op::Partial::Merge(own, op.Reduce(kept, 1));
+    own = Op::Partial::Merge(own, op.Reduce(variant, kept, 1));
   });
 }
 
-template <bool kEdges, typename Op, typename Fetch>
-__device__ __forceinline__ void StoreSlots(const Op& op, const typename Op::Row& row, int first, int end, int step,
-                                           Fetch fetch, const typename Op::Partial& total) {
-  const auto final = op.Finish(total);
+template <bool kEdges, typename Op, typename Variant, typename Fetch>
+__device__ __forceinline__ void StoreSlots(const Op& op, Variant variant, const typename Op::Row& row, int first,
+                                           int end, int step, Fetch fetch, const typename Op::Partial& total) {
+  const auto final = op.Finish(variant, total);
   ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      op.Prepare(kept[j], total);
-      op.Store(row, base + j * step, kept[j], final);
+      op.Prepare(variant, kept[j], total);
+      op.Store(variant, row, base + j * step, kept[j], final);
     }
   });
 }
@@ -226,11 +227,13 @@ struct Stage {
   __device__ __forceinline__ V& At(int slot, int k) const { return base[k * part_slots + slot - begin]; }
 
   // Starts copying the slots of [from, to); `from` is begin plus a multiple of `threads`.
-  __device__ __forceinline__ void Copy(int from, int to) const {
+  // With reduce_only, of the inputs that the reduction reads.
+  __device__ __forceinline__ void Copy(int from, int to, bool reduce_only = false) const {
     for (int slot = from + thread; slot < to; slot += threads) {
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
-        if (op.Has(k)) CopySlotAsync<Op::kMode>(&At(slot, op.Place(k)), op.Input(row, k), row.grid.First(slot));
+        if (op.Has(k) && (!reduce_only || op.Reduces(k)))
+          CopySlotAsync<Op::kMode>(&At(slot, op.Place(k)), op.Input(row, k), row.grid.First(slot));
       }
     }
     CopyCommit();
@@ -269,11 +272,19 @@ struct Stage {
     };
   }
 
-  // Copies and reduces everything, in two halves: the first is reduced while the second is on its way.
-  __device__ __forceinline__ typename Op::Partial CopyAndReduce() const {
-    const int middle = begin + max(end - begin, 0) / (2 * threads) * threads;
-    Copy(begin, middle);
-    Copy(middle, end);
+  // Where the second half begins. Halves are copied as separate groups, so that the first is reduced while the second
+  // is on its way; more groups cost more than they hide.
+  __device__ __forceinline__ int Middle() const { return begin + max(end - begin, 0) / (2 * threads) * threads; }
+
+  __device__ __forceinline__ void CopyHalves(bool reduce_only = false) const {
+    const int middle = Middle();
+    Copy(begin, middle, reduce_only);
+    Copy(middle, end, reduce_only);
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ typename Op::Partial ReduceHalves(Variant variant) const {
+    const int middle = Middle();
     typename Op::Partial own = Op::Partial::Identity();
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
@@ -284,13 +295,14 @@ struct Stage {
       }
       const int from = half == 0 ? begin : middle, to = half == 0 ? middle : end;
       PadEdges(from, to);
-      ReduceSlots<kEdges>(op, row, from + thread, to, threads, Fetch(), own);
+      ReduceSlots<kEdges>(op, variant, row, from + thread, to, threads, Fetch(), own);
     }
     return Op::Partial::MergeLanes(own, min(threads, kWarp));
   }
 
-  __device__ __forceinline__ void Store(const typename Op::Partial& total) const {
-    StoreSlots<kEdges>(op, row, begin + thread, end, threads, Fetch(), total);
+  template <typename Variant>
+  __device__ __forceinline__ void Store(Variant variant, const typename Op::Partial& total) const {
+    StoreSlots<kEdges>(op, variant, row, begin + thread, end, threads, Fetch(), total);
   }
 };
 
@@ -315,24 +327,29 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
     group = threadIdx.x / threads;
     index = index * plan.rows_per_block + group;
   } else if (plan.cluster > 1) {
-    ClusterArrive();
+    ClusterStart(&shared.barrier, 1);
     index = blockIdx.x / plan.cluster;
     rank = blockIdx.x % plan.cluster;
   }
   const bool inside = index < op.rows;  // threads without a row still take part in shuffles and barriers
   const typename Op::Row row = op.Begin(inside ? index : op.rows - 1);
   const int begin = rank * plan.part_slots;
-  const int end = inside ? min(begin + plan.part_slots, row.grid.Slots()) : begin;
+  const int end = inside ? max(begin, min(begin + plan.part_slots, row.grid.Slots())) : begin;
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes) + group * plan.part_slots * op.Inputs();
   const Stage<Op> stage = {op, row, base, plan.part_slots, begin, end, thread, threads};
-  const auto own = stage.CopyAndReduce();
-  stage.Store(MergeRow(own, threads / kWarp, plan.cluster, rank, shared));
+  stage.CopyHalves();
+  if (plan.cluster > 1) ClusterWait();
+  op.WithVariant([&](auto variant) {
+    auto total = MergeWarps(stage.ReduceHalves(variant), threads / kWarp, shared);
+    if (plan.cluster > 1) total = MergeBlocks(total, plan.cluster, rank, shared);
+    stage.Store(variant, total);
+  });
 }
 
 // ---- Split tier ----
 
-// Chunk c of a row is slots [c * chunk_slots, (c + 1) * chunk_slots). Block b works on chunk b % chunks of row
-// first_row + b / chunks.
+// Chunk c of a row is slots [c * chunk_slots, (c + 1) * chunk_slots). Item i of a launch is chunk i % chunks of
+// row first_row + i / chunks. The store launch takes them from the end, where L2 still has what was reduced last.
 struct SplitPlan {
   int64_t first_row = 0;
   int chunks = 1;
@@ -341,8 +358,8 @@ struct SplitPlan {
 
 template <typename Op>
 __device__ __forceinline__ Stage<Op> StageChunk(const Op& op, const typename Op::Row& row, const SplitPlan& plan,
-                                                uint4* shared_bytes) {
-  const int begin = static_cast<int>(blockIdx.x % plan.chunks) * plan.chunk_slots;
+                                                int64_t item, uint4* shared_bytes) {
+  const int begin = static_cast<int>(item % plan.chunks) * plan.chunk_slots;
   const int end = max(begin, min(begin + plan.chunk_slots, row.grid.Slots()));
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes);
   return {op, row, base, plan.chunk_slots, begin, end, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
@@ -354,9 +371,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   extern __shared__ uint4 shared_bytes[];
   __shared__ RowShared<typename Op::Partial> shared;
   const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
-  const auto own = StageChunk(op, row, plan, shared_bytes).CopyAndReduce();
-  const auto total = MergeRow(own, blockDim.x / kWarp, 1, 0, shared);
-  if (threadIdx.x == 0) partials[blockIdx.x] = total;
+  const Stage<Op> stage = StageChunk(op, row, plan, blockIdx.x, shared_bytes);
+  stage.CopyHalves(/*reduce_only=*/true);
+  op.WithVariant([&](auto variant) {
+    const auto total = MergeWarps(stage.ReduceHalves(variant), blockDim.x / kWarp, shared);
+    if (threadIdx.x == 0) partials[blockIdx.x] = total;
+  });
 }
 
 template <typename Op>
@@ -365,17 +385,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   using Partial = typename Op::Partial;
   extern __shared__ uint4 shared_bytes[];
   __shared__ RowShared<Partial> shared;
-  const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
-  const Stage<Op> stage = StageChunk(op, row, plan, shared_bytes);
+  const int64_t item = gridDim.x - 1 - blockIdx.x;
+  const typename Op::Row row = op.Begin(plan.first_row + item / plan.chunks);
+  const Stage<Op> stage = StageChunk(op, row, plan, item, shared_bytes);
   stage.Copy(stage.begin, stage.end);  // on its way while the partials are merged
   Partial own = Partial::Identity();
   for (int c = threadIdx.x; c < plan.chunks; c += blockDim.x) {
-    own = Partial::Merge(own, partials[blockIdx.x / plan.chunks * plan.chunks + c]);
+    own = Partial::Merge(own, partials[item / plan.chunks * plan.chunks + c]);
   }
-  const Partial total = MergeRow(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, 1, 0, shared);
+  const Partial total = MergeWarps(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, shared);
   CopyWait<0>();
   stage.PadEdges(stage.begin, stage.end);
-  stage.Store(total);
+  op.WithVariant([&](auto variant) { stage.Store(variant, total); });
 }
 
 // ---- Choosing ----
@@ -385,10 +406,12 @@ inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int NextPowerOfTwo(int64_t n) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(n))); }
 
 // What one block stages of a row: up to the first figure it has the row for itself. A longer row is cut into parts of
-// about the second, which lets several blocks of different clusters share a multiprocessor.
+// at most the second, which lets several blocks of different clusters share a multiprocessor.
 inline constexpr int kMaxPartBytes = 100 << 10;  // per input that every call has
-inline constexpr int kClusterPartBytes = 43 << 10;
+template <typename Op>
+inline constexpr int kClusterPartBytes = (Op::kColumnInputs == 1 ? 43 : 64) << 10;  // of all inputs
 inline constexpr int kMaxPortableCluster = 8;
+inline constexpr int kMinFewSlots = 2048;  // of a row: shorter ones are not worth a cluster
 
 template <typename Op>
 int MaxPartSlots(const Op& op, const DeviceInfo& device) {
@@ -406,30 +429,34 @@ template <typename Op>
 ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
   if constexpr (Op::kMode == Mode::kPlain) {
-    constexpr int kItems = kWarpItems<Op>;
     if (slots <= kMaxWarpSlots) {
-      const int lanes = NextPowerOfTwo(CeilDiv(slots, kItems));
+      const bool is_short = slots <= kShortWarpSlots;
+      const int items = slots == 1 ? 1 : is_short ? kShortWarpItems : kWarpItems<Op>;
+      const int lanes = NextPowerOfTwo(CeilDiv(slots, items));
       const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
       const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes), .threads = kWarpThreads};
-      if (slots <= lanes) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, op, log2_lanes);
-      return Launch<WarpRowKernel<Op, kItems>>(device, stream, grid, name, op, log2_lanes);
+      if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, op, log2_lanes);
+      if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, op, log2_lanes);
+      return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, op, log2_lanes);
     }
   }
   const int slot_bytes = kVecBytes * op.Inputs();
+  const int64_t row_bytes = int64_t{slots} * slot_bytes;
   BlockPlan plan = {.part_slots = slots};
-  if (slots <= MaxPartSlots(op, device)) {
+  // Few rows leave multiprocessors idle: then as many blocks per row as there can be.
+  const bool few = device.clusters && op.rows * kMaxPortableCluster <= 4 * device.sms && slots >= kMinFewSlots;
+  if (slots <= MaxPartSlots(op, device) && !few) {
     // The row may touch one slot more than it has whole ones; that one is not worth twice the threads.
     const int64_t whole = std::max(1, slots - (Op::kMode == Mode::kPlain ? 0 : 1));
     plan.threads_per_row = std::min(NextPowerOfTwo(CeilDiv(whole, Op::kSlotsPerThread)), kMaxThreads);
     plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   } else {
-    // Few rows leave multiprocessors idle: then as many and as wide blocks per row as there can be.
-    const bool few = op.rows * kMaxPortableCluster <= 4 * device.sms;
-    const int64_t parts = CeilDiv(int64_t{slots} * slot_bytes, kClusterPartBytes);
+    const int64_t parts = CeilDiv(row_bytes, kClusterPartBytes<Op>);
     plan.cluster = few ? kMaxPortableCluster : static_cast<int>(std::min<int64_t>(parts, kMaxPortableCluster));
     plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
-    const int per_thread = few ? Op::kSlotsPerThread : 14 / Op::kColumnInputs;
-    plan.threads_per_row = std::min<int>(CeilDiv(plan.part_slots, per_thread * kWarp) * kWarp, kMaxThreads);
+    const int per_thread = few || Op::kColumnInputs > 1 ? 8 : 14;
+    const int64_t warps = CeilDiv(plan.part_slots, per_thread * kWarp);
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxThreads));
   }
   const Grid grid = {.blocks = CeilDiv(op.rows, plan.rows_per_block) * plan.cluster,
                      .threads = plan.threads_per_row * plan.rows_per_block,
@@ -443,16 +470,17 @@ template <typename Op>
 ffi::Error LaunchSplit(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
                        const char* name) {
   using Partial = typename Op::Partial;
-  constexpr int kThreads = 256;
+  constexpr int kThreads = Op::kColumnInputs == 1 ? 512 : 256;
   auto* partials = static_cast<Partial*>(scratch.untyped_data());
   const int64_t capacity = static_cast<int64_t>(scratch.size_bytes() / sizeof(Partial));
   const int64_t chunks = CeilDiv(slots, kThreads * Op::kSlotsPerThread);
   JAXNORM_CHECK(chunks <= capacity);
   SplitPlan plan = {.chunks = static_cast<int>(chunks), .chunk_slots = static_cast<int>(CeilDiv(slots, chunks))};
-  // Half of L2 for the inputs of a batch: the other half sees what the store launch writes.
+  // All rows at once if L2 can hold their inputs; otherwise batches that fill half of it, and the other half sees what
+  // the store launch writes.
   const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
-  const int64_t batch =
-      std::clamp<int64_t>(device.l2_bytes / 2 / row_bytes, 1, std::min<int64_t>(op.rows, capacity / chunks));
+  const int64_t held = op.rows <= device.l2_bytes / row_bytes ? op.rows : device.l2_bytes / 2 / row_bytes;
+  const int64_t batch = std::clamp<int64_t>(held, 1, std::min<int64_t>(op.rows, capacity / chunks));
   for (; plan.first_row < op.rows; plan.first_row += batch) {
     const Grid grid = {.blocks = std::min(batch, op.rows - plan.first_row) * plan.chunks,
                        .threads = kThreads,

@@ -78,6 +78,7 @@ struct SoftmaxBwd {
   __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const { return k == 0 ? row.y : row.t; }
   __host__ __device__ __forceinline__ bool Has(int) const { return true; }
   __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ bool Reduces(int k) const { return k == 1 || form != SoftmaxForm::kLogVjp; }
   __host__ __device__ __forceinline__ int Place(int k) const { return k; }
   __host__ __device__ __forceinline__ int Inputs() const { return kInputs; }
 
@@ -112,23 +113,21 @@ struct SoftmaxBwd {
   __device__ __forceinline__ static Acc ExpOf(T y) { return Exp<T>(ToAcc(y) * kUnit<T>); }
 
   // What element (y, t) adds to the sum.
-  template <SoftmaxForm kForm>
-  __device__ __forceinline__ static Acc Term(T y, T t) {
-    if constexpr (kForm == SoftmaxForm::kLogVjp) return ToAcc(t);
-    return (kForm == SoftmaxForm::kSoftmax ? ToAcc(y) : ExpOf(y)) * ToAcc(t);
+  __device__ __forceinline__ static Acc Term(SoftmaxForm form, T y, T t) {
+    if (form == SoftmaxForm::kLogVjp) return ToAcc(t);
+    return (form == SoftmaxForm::kSoftmax ? ToAcc(y) : ExpOf(y)) * ToAcc(t);
   }
 
   // Its result, given factor * sum.
-  template <SoftmaxForm kForm>
-  __device__ __forceinline__ Acc Value(T y, T t, Acc scaled_sum) const {
-    if constexpr (kForm == SoftmaxForm::kSoftmax) return ToAcc(y) * fma(ToAcc(t), factor, -scaled_sum);
-    if constexpr (kForm == SoftmaxForm::kLogJvp) return fma(ToAcc(t), factor, -scaled_sum);
+  __device__ __forceinline__ Acc Value(SoftmaxForm form, T y, T t, Acc scaled_sum) const {
+    if (form == SoftmaxForm::kSoftmax) return ToAcc(y) * fma(ToAcc(t), factor, -scaled_sum);
+    if (form == SoftmaxForm::kLogJvp) return fma(ToAcc(t), factor, -scaled_sum);
     return fma(ToAcc(t), factor, -ExpOf(y) * scaled_sum);
   }
 
-  // Calls f.operator()<form>(): the choice is made once per group of elements, not for each.
+  // The variant is the form.
   template <typename F>
-  __device__ __forceinline__ void WithForm(F f) const {
+  __device__ __forceinline__ void WithVariant(F f) const {
     switch (form) {
       case SoftmaxForm::kSoftmax:
         return f(std::integral_constant<SoftmaxForm, SoftmaxForm::kSoftmax>());
@@ -139,33 +138,32 @@ struct SoftmaxBwd {
     }
   }
 
-  template <int kN>
-  __device__ __forceinline__ Partial Reduce(Slot (&slots)[kN], int width) const {
+  template <typename Variant, int kN>
+  __device__ __forceinline__ Partial Reduce(Variant form, Slot (&slots)[kN], int width) const {
     Acc sum = 0;
-    WithForm([&](auto kForm) {
 #pragma unroll
-      for (int j = 0; j < kN; ++j) {
+    for (int j = 0; j < kN; ++j) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) sum += Term<kForm>(slots[j].y.v[i], slots[j].t.v[i]);
-      }
-    });
+      for (int i = 0; i < kVec; ++i) sum += Term(form, slots[j].y.v[i], slots[j].t.v[i]);
+    }
     return Partial::MergeLanes({sum}, width);
   }
 
-  __device__ __forceinline__ void Prepare(Slot&, const Partial&) const {}
-  __device__ __forceinline__ Final Finish(const Partial& total) const { return {total.sum * factor}; }
+  template <typename Variant>
+  __device__ __forceinline__ void Prepare(Variant, Slot&, const Partial&) const {}
+  template <typename Variant>
+  __device__ __forceinline__ Final Finish(Variant, const Partial& total) const {
+    return {total.sum * factor};
+  }
 
-  __device__ __forceinline__ void Store(const Row& row, int slot, const Slot& kept, const Final& final) const {
+  template <typename Variant>
+  __device__ __forceinline__ void Store(Variant form, const Row& row, int slot, const Slot& kept,
+                                        const Final& final) const {
     Acc result[kVec];
-    WithForm([&](auto kForm) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) result[i] = Value<kForm>(kept.y.v[i], kept.t.v[i], final.scaled_sum);
-    });
-    if constexpr (kGeneral) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (kept.masked >> i & 1) result[i] = 0;
-      }
+    for (int i = 0; i < kVec; ++i) {
+      result[i] = Value(form, kept.y.v[i], kept.t.v[i], final.scaled_sum);
+      if (kGeneral && (kept.masked >> i & 1)) result[i] = 0;
     }
     StoreSlot(row.out, row.grid, row.grid.First(slot), result);
   }
@@ -178,6 +176,7 @@ struct SoftmaxBwd {
   struct Column {
     const bool* where = nullptr;
   };
+  using ColumnFinal = Final;
 
   __device__ __forceinline__ Column BeginColumn(int64_t index) const {
     Column c;
@@ -189,30 +188,30 @@ struct SoftmaxBwd {
     return kGeneral && column.where != nullptr && !column.where[a * where.axis_stride];
   }
 
-  template <int kN, typename ForEach>
-  __device__ __forceinline__ void ReduceColumns(Partial (&own)[kN], const Column& column, ForEach for_each) const {
+  template <int kN, typename Variant, typename ForEach, typename AllReduce>
+  __device__ __forceinline__ void ReduceColumns(Variant form, const Column& column, ForEach for_each,
+                                                AllReduce all_reduce, ColumnFinal (&final)[kN]) const {
+    Vec<Acc, kN> sum;
 #pragma unroll
-    for (int v = 0; v < kN; ++v) own[v] = Partial::Identity();
-    WithForm([&](auto kForm) {
-      for_each([&](int a, const Vec<T, kN>(&raw)[2]) {
-        if (Masked(column, a)) return;
+    for (int v = 0; v < kN; ++v) sum.v[v] = 0;
+    for_each([&](int a, const Vec<T, kN>(&raw)[2]) {
+      if (Masked(column, a)) return;
 #pragma unroll
-        for (int v = 0; v < kN; ++v) own[v].sum += Term<kForm>(raw[0].v[v], raw[1].v[v]);
-      });
+      for (int v = 0; v < kN; ++v) sum.v[v] += Term(form, raw[0].v[v], raw[1].v[v]);
     });
+    sum = all_reduce(sum, AddVec<Acc, kN>);
+#pragma unroll
+    for (int v = 0; v < kN; ++v) final[v] = Finish(form, {sum.v[v]});
   }
 
-  template <int kN>
-  __device__ __forceinline__ void ColumnResult(const Vec<T, kN> (&raw)[2], const Column& column, int a,
-                                               const Partial (&)[kN], const Final (&final)[kN],
-                                               Acc (&result)[kN]) const {
+  template <int kN, typename Variant>
+  __device__ __forceinline__ void ColumnResult(Variant form, const Vec<T, kN> (&raw)[2], const Column& column, int a,
+                                               const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
     const bool masked = Masked(column, a);
-    WithForm([&](auto kForm) {
 #pragma unroll
-      for (int v = 0; v < kN; ++v) {
-        result[v] = masked ? Acc(0) : Value<kForm>(raw[0].v[v], raw[1].v[v], final[v].scaled_sum);
-      }
-    });
+    for (int v = 0; v < kN; ++v) {
+      result[v] = masked ? Acc(0) : Value(form, raw[0].v[v], raw[1].v[v], final[v].scaled_sum);
+    }
   }
 };
 

@@ -89,6 +89,7 @@ struct SoftmaxFwd {
     return k == 0 || (k == 1 ? scale.data : bias.data) != nullptr;
   }
   __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ bool Reduces(int) const { return true; }
   __host__ __device__ __forceinline__ int Place(int k) const { return k < 2 ? k : 1 + (Has(1) ? 1 : 0); }
   __host__ __device__ __forceinline__ int Inputs() const {
     return kGeneral ? 1 + (Has(1) ? 1 : 0) + (Has(2) ? 1 : 0) : 1;
@@ -158,10 +159,12 @@ struct SoftmaxFwd {
     }
   }
 
-  // Calls f(std::bool_constant<log>()): the choice is made once per group of elements, not for each.
+  // The variant is whether this is log_softmax. kGeneral leaves it to run time, for the sake of the code's size.
   template <typename F>
-  __device__ __forceinline__ void WithLog(F f) const {
-    if (log) {
+  __device__ __forceinline__ void WithVariant(F f) const {
+    if constexpr (kGeneral) {
+      f(log);
+    } else if (log) {
       f(std::true_type());
     } else {
       f(std::false_type());
@@ -169,45 +172,45 @@ struct SoftmaxFwd {
   }
 
   // The maximum over the lanes comes first, so that lanes then merge by adding.
-  template <int kN>
-  __device__ __forceinline__ Partial Reduce(Slot (&slots)[kN], int width) const {
+  template <typename Variant, int kN>
+  __device__ __forceinline__ Partial Reduce(Variant log, Slot (&slots)[kN], int width) const {
     const Acc m = LaneReduce(MaxOf(slots), width, [](Acc a, Acc b) { return Max(a, b); });
     const Acc reference = Finite(m);
     Acc sum = 0;
-    WithLog([&](auto kLog) {
 #pragma unroll
-      for (int j = 0; j < kN; ++j) {
+    for (int j = 0; j < kN; ++j) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          const Acc shifted = Shifted(slots[j], i, reference);
-          const Acc e = Exp<T>(shifted);
-          sum += e;
-          slots[j].v[i] = kLog ? shifted : e;
-        }
+      for (int i = 0; i < kVec; ++i) {
+        const Acc shifted = Shifted(slots[j], i, reference);
+        const Acc e = Exp<T>(shifted);
+        sum += e;
+        slots[j].v[i] = log ? shifted : e;
       }
-    });
+    }
     return {m, LaneReduce(sum, width, [](Acc a, Acc b) { return a + b; })};
   }
 
-  __device__ __forceinline__ void Prepare(Slot& slot, const Partial& total) const {
+  template <typename Variant>
+  __device__ __forceinline__ void Prepare(Variant log, Slot& slot, const Partial& total) const {
     const Acc reference = Finite(total.max);
-    WithLog([&](auto kLog) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const Acc shifted = Shifted(slot, i, reference);
-        slot.v[i] = kLog ? shifted : Exp<T>(shifted);
-      }
-    });
+    for (int i = 0; i < kVec; ++i) {
+      const Acc shifted = Shifted(slot, i, reference);
+      slot.v[i] = log ? shifted : Exp<T>(shifted);
+    }
   }
 
-  __device__ __forceinline__ Final Finish(const Partial& total) const {
+  template <typename Variant>
+  __device__ __forceinline__ Final Finish(Variant log, const Partial& total) const {
     // A maximum of -inf (nothing but -inf in the row) makes every result NaN; one of +inf has made the sum NaN already.
     const Acc zero_or_nan = total.max == -Acc(INFINITY) ? Acc(NAN) : Acc(0);
     if (log) return {kPerUnit, zero_or_nan - ::log(total.sum)};
-    return {Acc(1) / total.sum, zero_or_nan};
+    return {Reciprocal<T>(total.sum), zero_or_nan};
   }
 
-  __device__ __forceinline__ void Store(const Row& row, int slot, const Slot& kept, const Final& final) const {
+  template <typename Variant>
+  __device__ __forceinline__ void Store(Variant log, const Row& row, int slot, const Slot& kept,
+                                        const Final& final) const {
     Acc out[kVec];
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
@@ -243,53 +246,60 @@ struct SoftmaxFwd {
     return masked ? -Acc(INFINITY) : z;
   }
 
-  template <int kN, typename ForEach>
-  __device__ __forceinline__ void ReduceColumns(Partial (&own)[kN], const Column& column, ForEach for_each) const {
-    using V = Vec<T, kN>;
-    bool masked;
-    if constexpr (kGeneral) {
-      own[0] = Partial::Identity();
-      for_each([&](int a, const V(&raw)[1]) { own[0].max = Max(own[0].max, ColumnZ(raw[0].v[0], column, a, masked)); });
-    } else {
-      V m;
-#pragma unroll
-      for (int v = 0; v < kN; ++v) m.v[v] = FromAcc<T>(-Acc(INFINITY));
-      for_each([&](int, const V(&raw)[1]) { m = MaxVec(m, raw[0]); });
-#pragma unroll
-      for (int v = 0; v < kN; ++v) own[v] = {ToAcc(m.v[v]) * factor, 0};
-    }
-    for_each([&](int a, const V(&raw)[1]) {
-#pragma unroll
-      for (int v = 0; v < kN; ++v) {
-        const Acc reference = Finite(own[v].max);
-        if constexpr (kGeneral) {
-          own[v].sum += Exp<T>(ColumnZ(raw[0].v[v], column, a, masked) - reference);
-        } else {
-          own[v].sum += Exp<T>(fma(ToAcc(raw[0].v[v]), factor, -reference));
-        }
-      }
-    });
+  __device__ __forceinline__ Acc ColumnShifted(T raw, const Column& column, int a, Acc reference, bool& masked) const {
+    if constexpr (kGeneral) return ColumnZ(raw, column, a, masked) - reference;
+    masked = false;
+    return fma(ToAcc(raw), factor, -reference);
   }
 
-  template <int kN>
-  __device__ __forceinline__ void ColumnResult(const Vec<T, kN> (&raw)[1], const Column& column, int a,
-                                               const Partial (&total)[kN], const Final (&final)[kN],
-                                               Acc (&result)[kN]) const {
-    WithLog([&](auto kLog) {
+  // What a column's results need: y = v * scale + shift, where v is exp(z - reference) or z - reference.
+  struct ColumnFinal {
+    Acc reference;
+    Final final;
+  };
+
+  template <int kN, typename Variant, typename ForEach, typename AllReduce>
+  __device__ __forceinline__ void ReduceColumns(Variant log, const Column& column, ForEach for_each,
+                                                AllReduce all_reduce, ColumnFinal (&final)[kN]) const {
+    bool masked;
+    Partial total[kN];
+    if constexpr (kGeneral) {
+      Vec<Acc, 1> m = {{-Acc(INFINITY)}};
+      for_each([&](int a, const Vec<T, 1>(&raw)[1]) { m.v[0] = Max(m.v[0], ColumnZ(raw[0].v[0], column, a, masked)); });
+      total[0].max = all_reduce(m, MaxVec<Acc, 1>).v[0];
+    } else {
+      auto m = std::bit_cast<Vec<T, kN>>(SplatWords(NeutralInput()));
+      for_each([&](int, const Vec<T, kN>(&raw)[1]) { m = MaxVec(m, raw[0]); });
+      m = all_reduce(m, MaxVec<T, kN>);
 #pragma unroll
-      for (int v = 0; v < kN; ++v) {
-        bool masked = false;
-        const Acc reference = Finite(total[v].max);
-        Acc shifted;
-        if constexpr (kGeneral) {
-          shifted = ColumnZ(raw[0].v[v], column, a, masked) - reference;
-        } else {
-          shifted = fma(ToAcc(raw[0].v[v]), factor, -reference);
-        }
-        result[v] = fma(kLog ? shifted : Exp<T>(shifted), final[v].scale, final[v].shift);
-        if (masked) result[v] = kLog ? -Acc(INFINITY) : Acc(0);
-      }
+      for (int v = 0; v < kN; ++v) total[v].max = ToAcc(m.v[v]) * factor;
+    }
+    Vec<Acc, kN> sum;
+#pragma unroll
+    for (int v = 0; v < kN; ++v) {
+      sum.v[v] = 0;
+      final[v].reference = Finite(total[v].max);
+    }
+    for_each([&](int a, const Vec<T, kN>(&raw)[1]) {
+#pragma unroll
+      for (int v = 0; v < kN; ++v)
+        sum.v[v] += Exp<T>(ColumnShifted(raw[0].v[v], column, a, final[v].reference, masked));
     });
+    sum = all_reduce(sum, AddVec<Acc, kN>);
+#pragma unroll
+    for (int v = 0; v < kN; ++v) final[v].final = Finish(log, {total[v].max, sum.v[v]});
+  }
+
+  template <int kN, typename Variant>
+  __device__ __forceinline__ void ColumnResult(Variant log, const Vec<T, kN> (&raw)[1], const Column& column, int a,
+                                               const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
+#pragma unroll
+    for (int v = 0; v < kN; ++v) {
+      bool masked;
+      const Acc shifted = ColumnShifted(raw[0].v[v], column, a, final[v].reference, masked);
+      result[v] = fma(log ? shifted : Exp<T>(shifted), final[v].final.scale, final[v].final.shift);
+      if (masked) result[v] = log ? -Acc(INFINITY) : Acc(0);
+    }
   }
 };
 

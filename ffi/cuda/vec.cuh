@@ -83,6 +83,15 @@ __device__ __forceinline__ Vec<T, N> RoundVec(const AccT<T> (&values)[N]) {
   }
 }
 
+// 16 bytes full of `value`.
+template <typename T>
+__device__ __forceinline__ uint4 SplatWords(T value) {
+  Vec<T, kVecSize<T>> vec;
+#pragma unroll
+  for (int i = 0; i < kVecSize<T>; ++i) vec.v[i] = value;
+  return std::bit_cast<uint4>(vec);
+}
+
 // Reads 16 bytes; p is 16-byte aligned and in global memory, which the kernel does not write (read-only path).
 template <typename T>
 __device__ __forceinline__ Vec<T, kVecSize<T>> Load(const T* p) {

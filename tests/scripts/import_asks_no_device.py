@@ -1,0 +1,59 @@
+"""`import jaxnorm` with a CUDA module that counts how often it is asked for devices."""
+
+import importlib.machinery
+import json
+import sys
+import types
+
+import jax
+
+asked = []
+fake = types.ModuleType("jaxnorm._cuda")
+fake.CUDART_VERSION, fake.ARCHITECTURES = 13000, "90"
+fake.targets = lambda: {"something": None}
+fake.devices = lambda: (asked.append(1), ([("Old GPU", 7, 0)], ""))[1]
+
+
+class Finder:
+    """Answers for the compiled CUDA module before the real one is looked for."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, Finder) if name == fake.__name__ else None
+
+    @staticmethod
+    def create_module(spec):
+        return fake
+
+    @staticmethod
+    def exec_module(module):
+        from jaxnorm import _lib
+
+        fake.XLA_FFI_API_VERSION = _lib._runtime_ffi_version()
+
+
+sys.meta_path.insert(0, Finder)
+registered = []
+register = jax.ffi.register_ffi_target
+jax.ffi.register_ffi_target = lambda name, *args, platform, **kwargs: (
+    registered.append(name)
+    if platform == "CUDA"
+    else register(name, *args, platform=platform, **kwargs)
+)
+
+import jaxnorm  # noqa: E402
+
+on_import = len(asked)
+cuda = jaxnorm.status().modules[1]
+jaxnorm.status()
+print(
+    json.dumps(
+        {
+            "on_import": on_import,
+            "registered": registered,
+            "asked": len(asked),
+            "targets": sorted(cuda.targets),
+            "reason": cuda.reason,
+        }
+    )
+)

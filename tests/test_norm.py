@@ -470,6 +470,15 @@ def test_no_less_accurate_than_xla(op, dtype, columns):
         oracle.assert_close(y, getattr(oracle, op)(x), dtype, xla, floor=1.5)
 
 
+@ops
+@dtypes
+def test_subnormal(op, dtype):
+    """Inputs below the smallest normal number count as 0 at most; nothing becomes NaN."""
+    x = jnp.full((2, 9), oracle.TINY[dtype] / 4, dtype)
+    y = oracle.f64(getattr(jaxnorm, op)(x))
+    assert (np.abs(y) <= np.abs(oracle.f64(x)) * 1.01e3).all()
+
+
 # ---- determinism ----
 
 

@@ -8,7 +8,8 @@ vary, usually the dtype.
 import dataclasses
 import math
 
-OPS = ("softmax", "log_softmax", "relu", "add_relu", "program")
+OPS = ("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm", "program")
+NORMS = ("layer_norm", "rms_norm")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TAGS = ("ci", "full", "gpu")
 
@@ -25,7 +26,7 @@ class Case:
     """One operation on one shape.
 
     For a program, `shape` holds its sizes: (batch, heads, length, width) for attention, (tokens,
-    width, hidden) for mlp.
+    width, hidden) for mlp and norm. Norms have float32 parameters (float64 for float64).
     """
 
     op: str
@@ -59,10 +60,21 @@ class Case:
         if self.program == "attention":
             batch, heads, length, _ = self.shape
             return (batch, heads, length, length)
-        if self.program == "mlp":
+        if self.program in ("mlp", "norm"):
             tokens, _, hidden = self.shape
             return (tokens, hidden)
         return self.shape
+
+    @property
+    def parameters(self) -> int:
+        """Arrays of one row that the operation takes, as a norm does."""
+        return {"layer_norm": 2, "rms_norm": 1}.get(
+            "layer_norm" if self.program == "norm" else self.op, 0
+        )
+
+    @property
+    def parameter_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def size(self) -> int:
@@ -84,7 +96,7 @@ class Case:
         """Directions that mean something for this case, without "together"."""
         if self.program:
             return ("grad",)
-        if self.op in ("relu", "add_relu"):
+        if self.op in ("relu", "add_relu", *NORMS):
             return ("forward", "forward_train", "backward")
         return ("forward", "backward")
 
@@ -96,9 +108,12 @@ class Case:
         backward reads them and dy, and writes dx. add_relu reads one array more in forward. `where`
         (one byte an element) and `bias` are read by forward once at their own size; backward does
         not need them, as y is 0 where `where` is false. Together: x and dy are read, y and dx
-        written. A program counts the operation inside it alone, forward and backward, not its
-        matrix products.
+        written. A norm reads its parameters; training forward writes the statistics of each row,
+        backward reads them, x, dy and scale, and writes dx and the parameters' gradients. A program
+        counts the operation inside it alone, forward and backward, not its matrix products.
         """
+        if self.parameters:
+            return self._norm_bytes(direction)
         n = self.nbytes
         operands = math.prod(self.where_shape) if self.where_shape is not None else 0
         if self.bias_shape is not None:
@@ -123,6 +138,26 @@ class Case:
                 return 4 * n + operands
             case "grad":
                 return forward + mask + backward
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+
+    def _norm_bytes(self, direction: str) -> int:
+        item = ITEMSIZE[self.parameter_dtype]
+        row = self.columns * item
+        statistics = self.size // max(self.columns, 1) * item * self.parameters
+        parameters = self.parameters * row
+        forward = 2 * self.nbytes + parameters
+        backward = 3 * self.nbytes + statistics + row + parameters
+        match direction:
+            case "forward":
+                return forward
+            case "forward_train":
+                return forward + statistics
+            case "backward":
+                return backward
+            case "together":
+                return 4 * self.nbytes + 2 * parameters
+            case "grad":
+                return forward + statistics + backward
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
 
@@ -201,6 +236,29 @@ def _relu_cases(op: str) -> list[Case]:
     ]
 
 
+def _norm_cases(op: str) -> list[Case]:
+    ci = [
+        Case(op, (8192, 32)),
+        Case(op, (4096, 128)),
+        Case(op, (2048, 513)),
+        Case(op, (1024, 1023)),
+        Case(op, (1024, 1024)),
+        Case(op, (1024, 1024), dtype="bfloat16"),
+        Case(op, (1024, 1024), dtype="float16"),
+        Case(op, (256, 4096)),
+        Case(op, (32, 50257)),
+        Case(op, (4, 262144)),
+    ]
+    rows = 49152
+    columns = (32, 64, 128, 256, 512, 1023, 1024, 2048, 4095, 4096, 8192, 16384, 32768)
+    shapes = [(rows, c) for c in columns]
+    shapes += [(8192, 50257), (8192, 128256), (64, 131072), (8, 1048576)]
+    full = [Case(op, shape, dtype="bfloat16") for shape in shapes]
+    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
+        dataclasses.replace(c, tags=_GPU) for c in full
+    ]
+
+
 def _program_cases() -> list[Case]:
     def attention(batch, heads, length, width, **changes):
         shape, where = (batch, heads, length, width), (batch, 1, 1, length)
@@ -222,10 +280,14 @@ def _program_cases() -> list[Case]:
         scores(2, 4, 256, tags=_CI),
         attention(2, 4, 256, 32, tags=_CI),
         Case("program", (512, 128, 512), program="mlp", tags=_CI),
+        Case("program", (512, 128, 512), program="norm", tags=_CI),
         scores(16, 16, 1024, **bf16),
         attention(16, 16, 1024, 64, **bf16),
         attention(4, 16, 2048, 128, **bf16),
         Case("program", (16384, 1024, 4096), program="mlp", **bf16),
+        Case("program", (16384, 4096, 4096), program="norm", **bf16),
+        Case("program", (49152, 1024, 1024), program="norm", **bf16),
+        Case("program", (16384, 1024, 1024), program="norm", **bf16),
     ]
 
 
@@ -234,6 +296,8 @@ ALL = (
     *_softmax_cases("log_softmax"),
     *_relu_cases("relu"),
     *_relu_cases("add_relu"),
+    *_norm_cases("layer_norm"),
+    *_norm_cases("rms_norm"),
     *_program_cases(),
 )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from bench.cases import Case
+from bench.cases import NORMS, Case
 from bench.timing import Data, residual_bytes
 from jaxnorm import _timing
 
@@ -60,11 +60,26 @@ def _xla_softmax(function, x, axis=-1, where=None, *, scale=None, bias=None):
     return function(x, axis, where=where)
 
 
+def _xla_norm(x, scale, bias=None, *, center, epsilon=1e-6):
+    """As Flax computes it by default: variance as mean(x^2) - mean(x)^2, in one pass."""
+    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    y = x.astype(dtype)
+    variance = jnp.mean(y * y, -1, keepdims=True)
+    if center:
+        mean = jnp.mean(y, -1, keepdims=True)
+        variance = jnp.maximum(0, variance - mean * mean)
+        y = y - mean
+    y = y * (jax.lax.rsqrt(variance + epsilon) * scale)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
 _XLA_OPS = {
     "softmax": functools.partial(_xla_softmax, jax.nn.softmax),
     "log_softmax": functools.partial(_xla_softmax, jax.nn.log_softmax),
     "relu": jax.nn.relu,
     "add_relu": lambda x, y: jax.nn.relu(x + y),
+    "layer_norm": functools.partial(_xla_norm, center=True),
+    "rms_norm": functools.partial(_xla_norm, center=False),
 }
 
 
@@ -81,8 +96,11 @@ def jax_function(name: str, case: Case) -> Callable:
     if case.program == "mlp":
         relu = jax_operation(name, "relu")
         return lambda x, w1, w2: relu(x @ w1) @ w2
+    if case.program == "norm":
+        norm = jax_operation(name, "layer_norm")
+        return lambda x, w1, w2, scale, bias: norm(x @ w1, scale, bias) @ w2
     op = jax_operation(name, "softmax" if case.program else case.op)
-    if case.op in ("relu", "add_relu"):
+    if case.op in ("relu", "add_relu", *NORMS):
         return op
 
     def softmax(x, *fixed):
@@ -104,7 +122,9 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
         forward = jax.jit(function)
         return Prepared(_timing.Workload(lambda i: forward(*data.args[i], *fixed), sets))
     if direction in ("forward_train", "backward"):
-        forward, backward = _timing.split_vjp(function, data.args[0], fixed)
+        forward, backward = _timing.split_vjp(
+            function, data.args[0], fixed, cotangents=1 + case.parameters
+        )
         if direction == "forward_train":
             kept = residual_bytes(jax.eval_shape(forward, data.args[0], fixed)[1])
             return Prepared(_timing.Workload(lambda i: forward(data.args[i], fixed), sets), kept)
@@ -119,7 +139,7 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
     def gradients(args, fixed, dy):
         y, vjp = jax.vjp(lambda *args: function(*args, *fixed), *args)
         dx = vjp(dy)
-        return (y, dx[0]) if with_result else dx
+        return (y, *dx[: 1 + case.parameters]) if with_result else dx
 
     return Prepared(
         _timing.Workload(lambda i: gradients(data.args[i], fixed, data.cotangents[i]), sets)
@@ -147,8 +167,20 @@ def _torch_function(case: Case) -> Callable:
 
     if case.program == "attention":
         return attention
+
+    def norm(x, scale, bias=None):
+        # PyTorch's own mixed form: parameters in x's dtype.
+        scale = scale.to(x.dtype)
+        if case.op == "rms_norm":
+            return torch.nn.functional.rms_norm(x, scale.shape, scale, 1e-6)
+        return torch.nn.functional.layer_norm(x, scale.shape, scale, bias.to(x.dtype), 1e-6)
+
     if case.program == "mlp":
         return lambda x, w1, w2: torch.relu(x @ w1) @ w2
+    if case.program == "norm":
+        return lambda x, w1, w2, scale, bias: norm(x @ w1, scale, bias) @ w2
+    if case.op in NORMS:
+        return norm
     match case.op:
         case "log_softmax":
             return lambda x, *fixed: torch.log_softmax(masked(x, *fixed), case.axis)
@@ -231,7 +263,8 @@ def _prepare_torch(function, case, direction, data) -> Prepared:
         wait(None)
 
         def run(i):
-            return torch.autograd.grad(results[i], leaves[i][0], cotangents[i], retain_graph=True)
+            wanted = leaves[i][: 1 + case.parameters]
+            return torch.autograd.grad(results[i], wanted, cotangents[i], retain_graph=True)
 
         return Prepared(workload(run))
 

@@ -55,10 +55,12 @@ def argument_shapes(case: Case) -> list[tuple[int, ...]]:
     """Shapes of the differentiated arguments."""
     if case.program == "attention":
         return [case.shape] * 3
-    if case.program == "mlp":
+    if case.program in ("mlp", "norm"):
         tokens, width, hidden = case.shape
-        return [(tokens, width), (width, hidden), (hidden, width)]
-    return [case.shape] * (2 if case.op == "add_relu" else 1)
+        shapes = [(tokens, width), (width, hidden), (hidden, width)]
+    else:
+        shapes = [case.shape] * (2 if case.op == "add_relu" else 1)
+    return shapes + [(case.columns,)] * case.parameters
 
 
 def result_shape(case: Case) -> tuple[int, ...]:
@@ -78,16 +80,13 @@ def make_data(case: Case, direction: str, sets: int | None = None) -> Data:
     shapes = argument_shapes(case)
 
     # One array per call, so that the random bits behind it are the only scratch memory.
-    def draw(key, shape):
-        return jax.random.normal(key, shape, case.dtype)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
 
-    draw = jax.jit(draw, static_argnums=1)
-
-    def normal(shape, *path):
+    def normal(shape, *path, dtype=case.dtype):
         key = jax.random.key(0)
         for number in path:
             key = jax.random.fold_in(key, number)
-        return draw(key, shape)
+        return draw(key, shape, dtype)
 
     fixed = []
     if case.where_shape is not None:
@@ -99,8 +98,10 @@ def make_data(case: Case, direction: str, sets: int | None = None) -> Data:
     needs_cotangents = direction not in ("forward", "forward_train")
 
     def argument(i, j):
+        if j >= len(shapes) - case.parameters:
+            return normal(shapes[j], 3, i, j, dtype=case.parameter_dtype)
         value = normal(shapes[j], 3, i, j)
-        is_weight = case.program == "mlp" and j > 0
+        is_weight = case.program in ("mlp", "norm") and j > 0
         return value * shapes[j][0] ** -0.5 if is_weight else value  # by fan-in, as in a network
 
     return Data(

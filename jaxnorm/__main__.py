@@ -19,6 +19,8 @@ from jaxnorm import _report, _timing
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHORT_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 
+EPSILON = 1e-6  # of norms, by default
+
 # Largest array whose float64 reference is computed on the host; a user's shape is checked on its
 # first rows.
 MAX_CHECKED = 1 << 21
@@ -66,33 +68,105 @@ def _relu_reference(dy, *addends, tiny, **_):
     return (np.maximum(total, 0), size, tiny), (np.where(total > 0, dy, 0), 0 * total, 0)
 
 
+def _norm_reference(dy, x, gain, bias=None, *, where, tiny, center, **_):
+    n = np.sum(np.broadcast_to(where, x.shape), -1, keepdims=True)
+
+    def mean(v):
+        return np.sum(np.where(where, v, 0), -1, keepdims=True) / n
+
+    shift = mean(x) if center else 0.0
+    rstd = 1 / np.sqrt(mean((x - shift) ** 2) + EPSILON)
+    xhat = (x - shift) * rstd
+    y, w = xhat * gain, dy * gain
+    of_w = w.sum(-1, keepdims=True) / n if center else 0.0
+    of_product = (w * xhat).sum(-1, keepdims=True) / n
+    dx = rstd * (w - np.where(where, of_w + xhat * of_product, 0))
+    # Rows are centred before they are scaled, so what cancels there is of x's size.
+    reach = (np.abs(x) + np.abs(shift)) * rstd
+    size = np.abs(w).sum(-1, keepdims=True) / n
+    size = size + reach * np.abs(w * reach).sum(-1, keepdims=True) / n
+    dx_size = rstd * (np.abs(w) + size)
+    rows = tuple(range(x.ndim - 1))
+    gradients = [(dx, dx_size, tiny), ((dy * xhat).sum(rows), np.abs(dy * reach).sum(rows), tiny)]
+    y_size = reach * np.abs(gain)
+    if bias is not None:
+        y, y_size = y + bias, y_size + np.abs(bias)
+        gradients.append((dy.sum(rows), np.abs(dy).sum(rows), tiny))
+    return (y, y_size, tiny), *gradients
+
+
+def _xla_norm(x, scale, bias=None, *, mask=None, center):
+    """As Flax computes it by default."""
+    dtype = scale.dtype
+    y = x.astype(dtype)
+    variance = jax.numpy.mean(y * y, -1, keepdims=True, where=mask)
+    if center:
+        mean = jax.numpy.mean(y, -1, keepdims=True, where=mask)
+        variance = jax.numpy.maximum(0, variance - mean * mean)
+        y = y - mean
+    y = y * (jax.lax.rsqrt(variance + np.asarray(EPSILON, dtype)) * scale)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation, the plain jax.nn formula, and its float64 reference."""
+    """An operation, the plain JAX formula, and its float64 reference.
+
+    Attributes:
+      name: of the function.
+      arrays: how many arguments have the full shape.
+      kernel: jaxnorm's.
+      xla: the formula, called alike.
+      reference: (dy, *arguments in float64, where, scale, tiny) -> (value, size of the terms that
+        are added up, what the dtype cannot hold) of the result and of each gradient that differs.
+      mask: name of the argument that says which elements of a row take part; "" if there is none.
+      parameters: how many arguments of one row follow, in the dtype that sums have.
+    """
 
     name: str
     arrays: int
     kernel: Callable
     xla: Callable
     reference: Callable
-    reduces: bool
+    mask: str = ""
+    parameters: int = 0
+
+    @property
+    def reduces(self) -> bool:
+        return bool(self.mask)
 
 
 OPERATIONS = {
     op.name: op
     for op in (
-        Operation("softmax", 1, jaxnorm.softmax, jax.nn.softmax, _softmax_reference, True),
+        Operation("softmax", 1, jaxnorm.softmax, jax.nn.softmax, _softmax_reference, "where"),
         Operation(
-            "log_softmax", 1, jaxnorm.log_softmax, jax.nn.log_softmax, _log_softmax_reference, True
+            "log_softmax",
+            1,
+            jaxnorm.log_softmax,
+            jax.nn.log_softmax,
+            _log_softmax_reference,
+            "where",
         ),
-        Operation("relu", 1, jaxnorm.relu, jax.nn.relu, _relu_reference, False),
+        Operation("relu", 1, jaxnorm.relu, jax.nn.relu, _relu_reference),
         Operation(
             "add_relu",
             2,
             jaxnorm.add_relu,
             lambda x, y: jax.nn.relu(x + y),
             _relu_reference,
-            False,
+        ),
+        *(
+            Operation(
+                name,
+                1,
+                getattr(jaxnorm, name),
+                functools.partial(_xla_norm, center=parameters == 2),
+                functools.partial(_norm_reference, center=parameters == 2),
+                "mask",
+                parameters,
+            )
+            for name, parameters in (("layer_norm", 2), ("rms_norm", 1))
         ),
     )
 }
@@ -118,15 +192,20 @@ class Check:
         return not self.message and self.of_tolerance <= 1
 
 
-def gradient_of(function: Callable) -> Callable:
-    """`(args, dy, **options) -> (y, dx)` in one jit."""
+def gradient_of(function: Callable, parameters: int = 0) -> Callable:
+    """`(args, dy, **options) -> (y, dx, gradients of the parameters)` in one jit."""
 
     @jax.jit
     def run(args, dy, **options):
         y, vjp = jax.vjp(functools.partial(function, **options), *args)
-        return y, vjp(dy)[0]
+        gradients = vjp(dy)
+        return y, gradients[0], *gradients[len(gradients) - parameters :]
 
     return run
+
+
+def parameter_dtype(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
 
 
 def compare(got, reference, size, floor, dtype: str, columns: int) -> tuple[float, float]:
@@ -159,24 +238,35 @@ def check(op: Operation, dtype: str, shape: Sequence[int], masked: bool) -> dict
     *arrays, dy = (3 * rng.standard_normal((op.arrays + 1, *shape))).astype(dtype_object)
     info = jax.numpy.finfo(dtype)
     tiny = float(info.smallest_subnormal if dtype == "float16" else info.tiny)
+    wide_dtype = parameter_dtype(dtype)
+    arrays += [rng.standard_normal(shape[-1:]).astype(wide_dtype) for _ in range(op.parameters)]
     where, scale = np.ones((1,) * len(shape), bool), 1.0
     options = {}
     if masked:
         where = rng.random((*(1,) * (len(shape) - 1), shape[-1])) > 0.3
         where[..., 0] = True
-        scale = 0.5
-        options = {"where": jax.numpy.asarray(where), "scale": np.dtype(dtype_object).type(scale)}
+        options = {op.mask: jax.numpy.asarray(where)}
+        if op.mask == "where":
+            scale = 0.5
+            options["scale"] = np.dtype(dtype_object).type(scale)
     wide = [a.astype(np.float64) for a in (dy, *arrays)]
     expected = op.reference(*wide, where=where, scale=scale, tiny=tiny)
     args = tuple(map(jax.numpy.asarray, arrays))
-    got = gradient_of(op.kernel)(args, jax.numpy.asarray(dy), **options)
-    for value in got:
-        if value.dtype != dtype_object or value.shape != tuple(shape):
-            raise AssertionError(f"gave {value.dtype}{value.shape}, not {dtype}{tuple(shape)}")
-    return {
-        name: compare(value, *wanted, dtype, shape[-1])  # pyright: ignore[reportCallIssue]
-        for name, value, wanted in zip(("forward", "gradient"), got, expected, strict=True)
-    }
+    got = gradient_of(op.kernel, op.parameters)(args, jax.numpy.asarray(dy), **options)
+    like = (args[0], args[0], *args[len(args) - op.parameters :])
+    found = {"forward": (0.0, 0.0), "gradient": (0.0, 0.0)}
+    for i, (value, wanted, argument) in enumerate(zip(got, expected, like, strict=True)):
+        if value.dtype != argument.dtype or value.shape != argument.shape:
+            raise AssertionError(
+                f"gave {value.dtype}{value.shape}, not {argument.dtype}{argument.shape}"
+            )
+        # Terms of a sum: along the row, or over all of them.
+        terms = shape[-1] if i < 2 else math.prod(shape[:-1])
+        exact, size, floor = wanted
+        error, of_tolerance = compare(value, exact, size, floor, value.dtype.name, terms)
+        name = "gradient" if i else "forward"
+        found[name] = max(found[name][0], error), max(found[name][1], of_tolerance)
+    return found
 
 
 def run_checks(op: Operation, dtype: str, shapes: Sequence[tuple[int, ...]]) -> list[Check]:
@@ -233,15 +323,18 @@ def compare_times(op: Operation, dtype: str, shape: Sequence[int], direction: st
     result.bytes = arrays * math.prod(shape) * itemsize
     try:
         sets, _ = _timing.rotation(result.bytes)
-        keys = jax.random.split(jax.random.key(0), (sets, op.arrays + 1))
-        draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
-        data = [[draw(key) for key in row] for row in keys]
+        wide = parameter_dtype(dtype)
+        kinds = [(tuple(shape), dtype)] * op.arrays
+        kinds += [(tuple(shape[-1:]), wide)] * op.parameters + [(tuple(shape), dtype)]
+        keys = jax.random.split(jax.random.key(0), (sets, len(kinds)))
+        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+        data = [[draw(k, *kind) for k, kind in zip(row, kinds, strict=True)] for row in keys]
 
         def workload(function):
             if direction == "forward":
                 jitted = jax.jit(function)
                 return _timing.Workload(lambda i: jitted(*data[i][:-1]), sets)
-            jitted = gradient_of(function)
+            jitted = gradient_of(function, op.parameters)
             return _timing.Workload(lambda i: jitted(data[i][:-1], data[i][-1]), sets)
 
         found = _timing.measure(

@@ -428,19 +428,20 @@ def _seconds_per_copy(copy, x) -> float:
 
 
 def split_vjp(
-    function: Callable, example: Sequence, fixed: Sequence = ()
+    function: Callable, example: Sequence, fixed: Sequence = (), cotangents: int = 1
 ) -> tuple[Callable, Callable]:
     """`forward(args, fixed) -> (y, residuals)` and `backward(residuals, dy) -> dx`, two jits.
 
-    The residuals are what JAX keeps between the two when they are compiled apart. `dx` is the
-    cotangent of the first argument only: functions such as relu(x + y) give each argument the same
-    one, and returning it twice costs a copy.
+    The residuals are what JAX keeps between the two when they are compiled apart.
 
     Args:
       function: A function of arrays, called as `function(*args, *fixed)`.
       example: The arguments that are differentiated (or ShapeDtypeStructs), with the shapes that
         will be used.
       fixed: Further arguments.
+      cotangents: Of how many arguments, from the first on; `dx` is a tuple where it is not 1.
+        Functions such as relu(x + y) give each argument the same one, and returning it twice costs
+        a copy.
     """
     trees = []
 
@@ -453,7 +454,8 @@ def split_vjp(
 
     @jax.jit
     def backward(residuals, dy):
-        return jax.tree.unflatten(trees[0], residuals)(dy)[0]
+        dx = jax.tree.unflatten(trees[0], residuals)(dy)
+        return dx[0] if cotangents == 1 else tuple(dx[:cotangents])
 
     forward.trace(tuple(example), tuple(fixed))
     return forward, backward

@@ -154,6 +154,76 @@ def relu_vjp(x, ct, y=None):
     return np.where(rounded_sum(x, y) > 0, f64(ct), 0.0)
 
 
+# ---- layer_norm and rms_norm ----
+
+
+def norm_parts(x, axis=-1, epsilon=1e-6, residual=None, mask=None, center=True):
+    """(xhat, rstd, keep / n, axes) of the sum, rounded to the type of x; n counts what the mask keeps."""
+    s = rounded_sum(x, residual)
+    axes = _axes(axis, s.ndim)
+    keep = np.broadcast_to(True if mask is None else mask, s.shape)
+    n = np.sum(keep, axes, keepdims=True, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        mean = np.sum(np.where(keep, s, 0.0), axes, keepdims=True) / n if center else 0.0
+        deviation = s - mean
+        variance = np.sum(np.where(keep, deviation, 0.0) ** 2, axes, keepdims=True) / n
+        rstd = 1 / np.sqrt(variance + epsilon)
+        return deviation * rstd, rstd, keep / n, axes
+
+
+def _expand(parameter, axes, ndim):
+    """A parameter of the shape of the normalised axes, with size 1 in all others."""
+    return np.expand_dims(f64(parameter), tuple(i for i in range(ndim) if i not in axes))
+
+
+def _factor(scale, offset, axes, ndim):
+    return 1.0 if scale is None else _expand(scale, axes, ndim) + offset
+
+
+def layer_norm(x, scale=None, bias=None, scale_offset=0.0, **options):
+    xhat, _, _, axes = norm_parts(x, **options)
+    with np.errstate(all="ignore"):
+        y = xhat * _factor(scale, scale_offset, axes, xhat.ndim)
+        return y if bias is None else y + _expand(bias, axes, xhat.ndim)
+
+
+def rms_norm(x, scale=None, **options):
+    return layer_norm(x, scale, center=False, **options)
+
+
+def norm_jvp(x, x_dot=None, scale=None, scale_dot=None, bias_dot=None, scale_offset=0.0, **options):
+    """Tangent of y, for tangents of the sum, scale and bias; None is zero."""
+    xhat, rstd, part, axes = norm_parts(x, **options)
+    y_dot = np.zeros(xhat.shape)
+    if x_dot is not None:
+        t = f64(x_dot)
+        product = np.sum(part * t * xhat, axes, keepdims=True)
+        if options.get("center", True):
+            t = t - np.sum(part * t, axes, keepdims=True)
+        y_dot += rstd * (t - xhat * product) * _factor(scale, scale_offset, axes, xhat.ndim)
+    if scale_dot is not None:
+        y_dot += xhat * _expand(scale_dot, axes, xhat.ndim)
+    if bias_dot is not None:
+        y_dot += _expand(bias_dot, axes, xhat.ndim)
+    return y_dot
+
+
+def norm_vjp(x, dy, scale=None, dsum=None, scale_offset=0.0, sizes=False, **options):
+    """Cotangents of (the sum, scale, bias); with `sizes`, of the terms that they are the sums of."""
+    xhat, rstd, part, axes = norm_parts(x, **options)
+    rows = tuple(i for i in range(xhat.ndim) if i not in axes)
+    size = np.abs if sizes else lambda a: a
+    sign = 1 if sizes else -1
+    with np.errstate(all="ignore"):
+        dy, ds = size(f64(dy)), 0.0 if dsum is None else size(f64(dsum))
+        w = dy * size(_factor(scale, scale_offset, axes, xhat.ndim))
+        drift = size(xhat) * np.sum(w * size(xhat), axes, keepdims=True)
+        if options.get("center", True):
+            drift = drift + np.sum(w, axes, keepdims=True)
+        dx = ds + rstd * (w + sign * part * drift)
+        return dx, np.sum(dy * size(xhat), rows), np.sum(dy, rows)
+
+
 # ---- sizes: what an error of a derivative is relative to ----
 
 

@@ -30,8 +30,11 @@ class Op:
       reference: the same in jax.nn and jax.numpy.
       shapes: of the arguments; the first is the shape of the result.
       forward, backward: names of the primitives that the gradient must consist of.
-      residuals: (shape, dtype) of all that the derivative keeps; dtype "=" is the input's.
-      checkpoint_name: under which a checkpoint policy finds the residual.
+      tangent: name of the one that applies the derivative in forward mode.
+      residuals: (shape, dtype) of all that the derivative keeps; dtype "=" is the input's, "acc" that of sums.
+      checkpoint_name: under which a checkpoint policy finds what forward computes of them.
+      named: (shape, dtype) of those; None if that is not to be tested.
+      keeps_result: whether the result is among them.
       dtypes: under test. Variants of one operation are not repeated for every dtype.
     """
 
@@ -41,9 +44,17 @@ class Op:
     shapes: tuple[tuple[int, ...], ...]
     forward: str
     backward: str
+    tangent: str
     residuals: tuple
     checkpoint_name: str
+    named: tuple | None
+    keeps_result: bool = False
     dtypes: tuple[str, ...] = DTYPES
+
+    def dtype_of(self, residual: str, dtype: str) -> str:
+        """Name of the dtype that a residual has when the arguments have `dtype`."""
+        acc = "float64" if dtype == "float64" else "float32"
+        return {"=": dtype, "acc": acc}.get(residual, residual)
 
     def arguments(self, dtype: str, seed: int = 0):
         """Values that every dtype represents, so that one float64 reference serves all of them.
@@ -67,6 +78,8 @@ def _mask(shape):
 
 
 _SHAPE = (2, 3, 9)
+# Large enough that derivatives of the third order stay moderate where a mask keeps one element of a row.
+_EPSILON = 0.25
 _WHERE = _mask((1, 3, 9))
 
 
@@ -100,8 +113,67 @@ def _softmax_op(log, variant, dtypes):
         shapes,
         "jaxnorm_softmax_fwd",
         "jaxnorm_softmax_bwd",
+        "jaxnorm_softmax_bwd",
         residuals,
         f"jaxnorm_{name}",
+        residuals,
+        True,
+        dtypes,
+    )
+
+
+def _formula_of_norm(
+    x, scale=None, bias=None, *, axis=-1, mask=None, center=True, epsilon=_EPSILON
+):
+    """As Flax writes it, without use_fast_variance."""
+    mean = jnp.mean(x, axis, keepdims=True, where=mask) if center else jnp.zeros((), x.dtype)
+    variance = jnp.mean((x - mean) ** 2, axis, keepdims=True, where=mask)
+    y = (x - mean) * jax.lax.rsqrt(variance + np.asarray(epsilon, x.dtype))
+    y = y if scale is None else y * scale
+    return y if bias is None else y + bias
+
+
+def _norm_op(name, variant, dtypes):
+    center = name == "layer_norm"
+    function = functools.partial(getattr(jaxnorm, name), epsilon=_EPSILON)
+    formula = functools.partial(_formula_of_norm, center=center)
+    parameters, stats = ((9,), (9,)) if center else ((9,),), (2, 3, 1)
+    shapes, residuals = (_SHAPE, *parameters), None
+    if variant == "":
+        f, g = function, formula
+        residuals = ((_SHAPE, "="), ((1, 1, 9), "="))
+    elif variant == "axes":
+        shapes, stats = (_SHAPE, (3, 9), (3, 9)), (2, 1, 1)
+        f = functools.partial(function, axis=(1, 2))
+        g = functools.partial(formula, axis=(1, 2))
+    elif variant == "masked":
+        f, g = functools.partial(function, mask=_WHERE), functools.partial(formula, mask=_WHERE)
+    else:  # both results count, so that backward meets both cotangents
+        shapes = (_SHAPE, _SHAPE, (9,))
+
+        def f(x, residual, scale):
+            y, s = function(x, scale, residual=residual)
+            return y - s * np.asarray(0.5, s.dtype)
+
+        def g(x, residual, scale):
+            s = x + residual
+            return formula(s, scale) - 0.5 * s
+
+    named = ((stats, "acc"),) * (2 if center else 1)
+    if variant == "residual":
+        named = (*named, (_SHAPE, "="))
+    return Op(
+        name + variant,
+        f,
+        g,
+        shapes,
+        "jaxnorm_norm_fwd",
+        "jaxnorm_norm_bwd",
+        "jaxnorm_norm_jvp",
+        residuals and residuals + named,
+        f"jaxnorm_{name}",
+        named,
+        False,
         dtypes,
     )
 
@@ -115,6 +187,13 @@ OPS = {
         _softmax_op(False, "masked", ("bfloat16", "float32")),
         _softmax_op(True, "", DTYPES),
         _softmax_op(True, "masked", ("float32",)),
+        _norm_op("layer_norm", "", DTYPES),
+        _norm_op("layer_norm", "axes", ("float32",)),
+        _norm_op("layer_norm", "masked", ("float32",)),
+        _norm_op("layer_norm", "residual", ("float16", "float32")),
+        _norm_op("rms_norm", "", DTYPES),
+        _norm_op("rms_norm", "masked", ("float32",)),
+        _norm_op("rms_norm", "residual", ("bfloat16", "float32")),
         Op(
             "relu",
             jaxnorm.relu,
@@ -122,8 +201,10 @@ OPS = {
             (_SHAPE,),
             "jaxnorm_relu_fwd",
             "jaxnorm_relu_bwd",
+            "jaxnorm_relu_bwd",
             (((2, 3, 2), "uint8"),),
             "jaxnorm_relu_mask",
+            (((2, 3, 2), "uint8"),),
         ),
         Op(
             "add_relu",
@@ -132,8 +213,10 @@ OPS = {
             (_SHAPE, _SHAPE),
             "jaxnorm_relu_fwd",
             "jaxnorm_relu_bwd",
+            "jaxnorm_relu_bwd",
             (((2, 3, 2), "uint8"),),
             "jaxnorm_relu_mask",
+            (((2, 3, 2), "uint8"),),
         ),
     )
 }
@@ -145,7 +228,7 @@ OPS = {
 class Transformation:
     name: str
     function: Callable  # (f, args, weights) -> pytree
-    order: int  # of the derivatives in it; errors grow with it
+    order: int  # of the derivatives in it, or calls that follow another; errors grow with it
 
 
 TRANSFORMATIONS: dict[str, Transformation] = {}
@@ -358,12 +441,12 @@ def _scan(f, args, w):
     return jax.lax.scan(body, args[0], jnp.stack([w, w / np.asarray(4, w.dtype)]))
 
 
-@transformation(0)
+@transformation(1)
 def scan(f, args, w):
     return _scan(f, args, w)
 
 
-@transformation(1)
+@transformation(2)
 def grad_of_scan(f, args, w):
     return jax.grad(lambda *args: jnp.sum(w * _scan(f, args, w)[0]), _all(args))(*args)
 

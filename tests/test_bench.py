@@ -84,6 +84,11 @@ def test_select():
         (Case("relu", (5, 9)), "forward", 360),
         (Case("relu", (5, 9)), "forward_train", 370),
         (Case("relu", (5, 9)), "backward", 370),
+        (Case("layer_norm", (5, 9), dtype="bfloat16"), "forward", 180 + 72),
+        (Case("layer_norm", (5, 9), dtype="bfloat16"), "forward_train", 180 + 72 + 40),
+        (Case("layer_norm", (5, 9), dtype="bfloat16"), "backward", 270 + 40 + 36 + 72),
+        (Case("rms_norm", (5, 9)), "backward", 540 + 20 + 36 + 36),
+        (Case("rms_norm", (5, 9), dtype="float64"), "together", 4 * 360 + 2 * 72),
         (Case("add_relu", (5, 9), dtype="bfloat16"), "forward", 270),
         (Case("add_relu", (5, 9), dtype="bfloat16"), "forward_train", 280),
         (Case("add_relu", (5, 9), dtype="bfloat16"), "backward", 190),
@@ -250,6 +255,10 @@ SMALL = [
     Case("program", (2, 2, 5, 4), program="attention", where_shape=(2, 1, 1, 5), scale=0.5),
     Case("program", (2, 2, 5, 5), program="scores", where_shape=(2, 1, 1, 5), scale=0.5),
     Case("program", (6, 4, 8), program="mlp"),
+    Case("layer_norm", (4, 6)),
+    Case("layer_norm", (4, 6), dtype="bfloat16"),
+    Case("rms_norm", (4, 6), dtype="float16"),
+    Case("program", (6, 4, 8), program="norm"),
 ]
 
 
@@ -343,7 +352,7 @@ def test_main_lists_cases(capsys):
 
 
 def test_main_refuses_unknown_names(capsys):
-    for arguments in (["relu", "--peers", "numpy"], ["relu", "--directions", "up"], ["norm"]):
+    for arguments in (["relu", "--peers", "numpy"], ["relu", "--directions", "up"], ["norms"]):
         with pytest.raises(SystemExit) as stop:
             bench_main.main(arguments)
         assert stop.value.code == 2

@@ -112,7 +112,7 @@ def test_checks_fail_on_zeros(name, dtype):
     rounded = (3 * rng.standard_normal((operation.arrays + 1, 8, 1000))).astype(jnp.dtype(dtype))
     tiny = 6e-8 if dtype == "float16" else 1e-38
     where = np.ones((1, 1), bool)
-    arrays = rounded.astype(np.float64)
+    arrays = [*rounded.astype(np.float64), *rng.standard_normal((operation.parameters, 1000))]
     for wanted in operation.reference(*arrays, where=where, scale=1.0, tiny=tiny):
         best = wanted[0].astype(jnp.dtype(dtype)).astype(np.float64)
         assert report.compare(best, *wanted, dtype, 1000)[1] <= 1

@@ -57,6 +57,31 @@ ADD_RELU_CASES = {
     "list y": ("y", TypeError, {"y": [1.0]}),
     "y of other shape": ("y", ValueError, {"y": jnp.ones((3, 3), "float32")}),
 }
+NORM_CASES = {
+    name: case for name, case in SOFTMAX_CASES.items() if case[0] in ("x", "axis", "implementation")
+} | {
+    "no axes": ("axis", ValueError, {"axis": ()}),
+    "array epsilon": ("epsilon", TypeError, {"epsilon": jnp.float32(1)}),
+    "string epsilon": ("epsilon", TypeError, {"epsilon": "small"}),
+    "integer scale": ("scale", TypeError, {"scale": jnp.ones((4,), int)}),
+    "scale of other size": ("scale", ValueError, {"scale": jnp.ones((3,), "float32")}),
+    "scale of x's shape": ("scale", ValueError, {"scale": X}),
+    "scalar scale": ("scale", ValueError, {"scale": 1.0}),
+    "scale of one axis": ("scale", ValueError, {"scale": X[0, 0], "axis": (1, 2)}),
+    "integer residual": ("residual", TypeError, {"residual": jnp.ones((2, 3, 4), int)}),
+    "residual of other dtype": ("residual", TypeError, {"residual": X.astype("bfloat16")}),
+    "residual that broadcasts": ("residual", ValueError, {"residual": X[:1]}),
+    "integer mask": ("mask", TypeError, {"mask": jnp.ones((4,), int)}),
+    "mask of other size": ("mask", ValueError, {"mask": jnp.ones((5,), bool)}),
+    "mask that enlarges": ("mask", ValueError, {"x": X[:1], "mask": jnp.ones((2, 3, 4), bool)}),
+}
+LAYER_NORM_CASES = NORM_CASES | {
+    "integer bias": ("bias", TypeError, {"bias": jnp.ones((4,), int)}),
+    "bias of other size": ("bias", ValueError, {"bias": jnp.ones((3,), "float32")}),
+}
+RMS_NORM_CASES = NORM_CASES | {
+    "array scale_offset": ("scale_offset", TypeError, {"scale_offset": jnp.float32(1)}),
+}
 CASES = [
     *(
         (op, name, case)
@@ -65,6 +90,8 @@ CASES = [
     ),
     *(("relu", name, case) for name, case in RELU_CASES.items()),
     *(("add_relu", name, case) for name, case in ADD_RELU_CASES.items()),
+    *(("layer_norm", name, case) for name, case in LAYER_NORM_CASES.items()),
+    *(("rms_norm", name, case) for name, case in RMS_NORM_CASES.items()),
 ]
 cases = pytest.mark.parametrize(
     ("op", "case"), [pytest.param(op, case, id=f"{op}-{name}") for op, name, case in CASES]
@@ -120,14 +147,16 @@ def test_traced_operands(op):
         jax.jit(lambda x, b: f(x, bias=b))(X, jnp.ones((5,), "float32"))
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
 def test_vmap_to_a_scalar(op):
     """What is left under vmap is a scalar: the message speaks of what the mapped function sees."""
     with expect(op, "x", ValueError):
         jax.vmap(getattr(jaxnorm, op))(jnp.ones(3, "float32"))
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+@pytest.mark.parametrize(
+    "op", ["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"]
+)
 def test_kernel_where_there_is_none(op):
     """Lowered for a platform without kernels, implementation="kernel" is refused by name."""
     function = getattr(jaxnorm, op)
@@ -144,7 +173,9 @@ def test_kernel_where_there_is_none(op):
         jax.jit(jax.grad(lambda *a: jnp.sum(f(*a)))).trace(*args).lower(lowering_platforms=("tpu",))
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+@pytest.mark.parametrize(
+    "op", ["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"]
+)
 def test_kernel_message_names_the_operation(op):
     function = getattr(jaxnorm, op)
     args = (X, X) if op == "add_relu" else (X,)
@@ -174,7 +205,90 @@ def ones(*shape, dtype=F32):
     return jnp.ones(shape, dtype)
 
 
+# (2, 3) normalised over its last axis; results are y, mean and rstd.
+NORM_RESULTS = (S((2, 3), F32), S((2, 1), F32), S((2, 1), F32))
+NORM_FWD = {
+    "axis": np.int64(1),
+    "groups": np.int64(0),
+    "center": True,
+    "epsilon": np.float64(1e-6),
+    "scale_offset": np.float64(0),
+    "operands": np.int64(0),
+}
+# Operands s, dy, mean, rstd; results dx, dscale and dbias.
+NORM_BWD = {name: value for name, value in NORM_FWD.items() if name != "epsilon"} | {
+    "need": np.int64(25)
+}
+NORM_BWD_RESULTS = (S((2, 3), F32), S((1, 3), F32), S((1, 3), F32))
+
+
+def norm_bwd_operands():
+    return [ones(2, 3), ones(2, 3), ones(2, 1), ones(2, 1)]
+
+
+def norm_fwd(*operands, results=NORM_RESULTS, **changes):
+    return ("norm_fwd", results, [ones(2, 3), *operands], NORM_FWD | changes)
+
+
+def norm_bwd(*operands, results=NORM_BWD_RESULTS, **changes):
+    return ("norm_bwd", results, [*norm_bwd_operands(), *operands], NORM_BWD | changes)
+
+
 BAD_CALLS = {
+    "norm fwd: negative axis": norm_fwd(axis=np.int64(-1)),
+    "norm fwd: axis too large": norm_fwd(axis=np.int64(2)),
+    "norm fwd: groups beyond the axis": norm_fwd(groups=np.int64(2)),
+    "norm fwd: negative groups": norm_fwd(groups=np.int64(-1)),
+    "norm fwd: integers": (
+        "norm_fwd",
+        (S((2, 3), np.int32), *NORM_RESULTS[1:]),
+        [ones(2, 3, dtype=np.int32)],
+        NORM_FWD,
+    ),
+    "norm fwd: result missing": norm_fwd(results=NORM_RESULTS[:2]),
+    "norm fwd: no statistics": norm_fwd(results=NORM_RESULTS[:1]),
+    "norm fwd: statistics too short": norm_fwd(results=(*NORM_RESULTS[:2], S((1, 1), F32))),
+    "norm fwd: statistics of other dtype": norm_fwd(
+        results=(*NORM_RESULTS[:2], S((2, 1), np.float16))
+    ),
+    "norm fwd: operand missing": norm_fwd(operands=np.int64(8)),
+    "norm fwd: operand too many": norm_fwd(ones(1, 3)),
+    "norm fwd: scale of rows": norm_fwd(ones(2, 3), operands=np.int64(8)),
+    "norm fwd: scale of other size": norm_fwd(ones(1, 4), operands=np.int64(8)),
+    "norm fwd: scale of other rank": norm_fwd(ones(3), operands=np.int64(8)),
+    "norm fwd: scale of other dtype": norm_fwd(ones(1, 3, dtype=np.float16), operands=np.int64(8)),
+    "norm fwd: scale and bias differ": (
+        "norm_fwd",
+        (S((2, 3), np.float16), *NORM_RESULTS[1:]),
+        [ones(2, 3, dtype=np.float16), ones(1, 3, dtype=np.float16), ones(1, 3)],
+        NORM_FWD | {"operands": np.int64(24)},
+    ),
+    "norm fwd: mask is float": norm_fwd(ones(2, 3), operands=np.int64(4)),
+    "norm fwd: mask too large": norm_fwd(ones(4, 3, dtype=bool), operands=np.int64(4)),
+    "norm fwd: residual without a result": norm_fwd(ones(2, 3), operands=np.int64(2)),
+    "norm fwd: residual of other dtype": norm_fwd(
+        ones(2, 3, dtype=np.float16),
+        operands=np.int64(2),
+        results=(NORM_RESULTS[0], *NORM_RESULTS),
+    ),
+    "norm bwd: nothing needed": norm_bwd(need=np.int64(0)),
+    "norm bwd: result missing": norm_bwd(results=NORM_BWD_RESULTS[:2]),
+    "norm bwd: gradient too short": norm_bwd(results=(*NORM_BWD_RESULTS[:2], S((1, 2), F32))),
+    "norm bwd: dx of other shape": norm_bwd(results=(S((2, 4), F32), *NORM_BWD_RESULTS[1:])),
+    "norm bwd: operand missing": norm_bwd(operands=np.int64(2)),
+    "norm bwd: operand too many": norm_bwd(ones(2, 3)),
+    "norm bwd: statistics missing": (
+        "norm_bwd",
+        NORM_BWD_RESULTS,
+        norm_bwd_operands()[:3],
+        NORM_BWD,
+    ),
+    "norm bwd: shapes differ": (
+        "norm_bwd",
+        NORM_BWD_RESULTS,
+        [ones(2, 3), ones(2, 4), ones(2, 1), ones(2, 1)],
+        NORM_BWD,
+    ),
     "fwd: negative axis": (
         "softmax_fwd",
         S((2, 3), F32),
@@ -324,3 +438,10 @@ def test_good_direct_call():
     np.testing.assert_array_equal(mask, [[255, 1]] * 2)
     bar = jax.ffi.ffi_call("jaxnorm_relu_bwd", S((2, 9), F32))(mask, y)
     np.testing.assert_array_equal(bar, 1)
+    y, mean, _ = jax.ffi.ffi_call("jaxnorm_norm_fwd", NORM_RESULTS)(ones(2, 3), **NORM_FWD)
+    np.testing.assert_array_equal(y, 0)
+    np.testing.assert_array_equal(mean, 1)
+    _, _, dbias = jax.ffi.ffi_call("jaxnorm_norm_bwd", NORM_BWD_RESULTS)(
+        *norm_bwd_operands(), **NORM_BWD
+    )
+    np.testing.assert_array_equal(dbias, 2)

@@ -1,6 +1,7 @@
 """What is lowered for each platform, without a device of that kind."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,28 @@ def test_attributes(platform):
 @pytest.mark.parametrize(
     "platform", [pytest.param("cpu", marks=needs_cpu), pytest.param("cuda", marks=needs_cuda)]
 )
+def test_norm_attributes(platform):
+    x, scale, mask = jnp.ones((2, 3, 4), "float32"), jnp.ones((3, 4)), jnp.ones((3, 4), bool)
+
+    def f(x, scale):
+        call = partial(jaxnorm.rms_norm, axis=(1, 2), scale_offset=0.5, mask=mask, epsilon=0.25)
+        return jax.grad(lambda *a: jnp.sum(call(*a)), (0, 1))(x, scale)
+
+    forward, backward = calls(lowered(f, x, scale.astype("float32"), platform=platform))
+    shared = {
+        "axis": "1 : i64",
+        "groups": "0 : i64",
+        "center": "false",
+        "scale_offset": "5.000000e-01 : f64",
+        "operands": "12 : i64",
+    }
+    assert forward[:2] == ("jaxnorm_norm_fwd", {**shared, "epsilon": "2.500000e-01 : f64"})
+    assert backward[:2] == ("jaxnorm_norm_bwd", {**shared, "need": "9 : i64"})
+
+
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=needs_cpu), pytest.param("cuda", marks=needs_cuda)]
+)
 def test_operands_are_not_materialised(platform):
     """Broadcast operands reach the kernel at their own size, also under vmap."""
     x = jnp.ones((8, 2, 3, 5), "float32")
@@ -148,6 +171,6 @@ def test_no_widening_of_16_bit_arrays(op):
 
 def test_registry_lists_what_is_tested():
     assert {op.forward for op in OPS.values()} | {op.backward for op in OPS.values()} == {
-        f"jaxnorm_{t}" for t in ("softmax_fwd", "softmax_bwd", "relu_fwd", "relu_bwd")
+        f"jaxnorm_{op}_{part}" for op in ("softmax", "relu", "norm") for part in ("fwd", "bwd")
     }
     assert suite.DTYPES == ("float16", "bfloat16", "float32", "float64")

@@ -27,6 +27,12 @@ RESULTS = {
     "add_relu": lambda: oracle.relu(X, Y),
     "add_relu jvp": lambda: oracle.relu_jvp(X, T, Y, T),
     "add_relu vjp": lambda: oracle.relu_vjp(X, T, Y),
+    "layer_norm": lambda: oracle.layer_norm(X, Y[0], Y[1]),
+    "layer_norm masked": lambda: oracle.layer_norm(X, mask=WHERE),
+    "layer_norm jvp": lambda: oracle.norm_jvp(X, T, Y[0]),
+    "layer_norm vjp": lambda: oracle.norm_vjp(X, T, Y[0])[0],
+    "rms_norm": lambda: oracle.rms_norm(X),
+    "rms_norm vjp": lambda: oracle.norm_vjp(X, T, center=False)[0],
 }
 
 
@@ -93,6 +99,28 @@ def test_softmax_derivatives(log, axis):
     bars = oracle.softmax_vjp(X, Y, scale=scale, bias=bias, **kw, log=log)
     transposed = sum(np.sum(a * b) for a, b in zip(bars, tangents.values(), strict=True))
     np.testing.assert_allclose(np.sum(Y * tangent), transposed)
+
+
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("axis", [-1, (0, 1)])
+@pytest.mark.parametrize("mask", [None, WHERE])
+def test_norm_derivatives(center, axis, mask):
+    """Against central differences; the two modes are each other's transpose."""
+    shape = (16,) if axis == -1 else (4, 16)
+    scale, scale_dot, bias_dot = (RNG.standard_normal(shape) for _ in range(3))
+    kw = {"axis": axis, "mask": mask, "center": center, "scale_offset": 0.5, "epsilon": 0.1}
+
+    def f(h):
+        return oracle.layer_norm(X + h * T, scale + h * scale_dot, h * bias_dot, **kw)
+
+    tangent = oracle.norm_jvp(X, T, scale, scale_dot, bias_dot, **kw)
+    np.testing.assert_allclose(tangent, (f(1e-5) - f(-1e-5)) / 2e-5, atol=1e-8)
+    bars = oracle.norm_vjp(X, Y, scale, **kw)
+    dots = (T, scale_dot, bias_dot)
+    transposed = sum(np.sum(a * b) for a, b in zip(bars, dots, strict=True))
+    np.testing.assert_allclose(np.sum(Y * tangent), transposed)
+    sizes = oracle.norm_vjp(X, Y, scale, **kw, sizes=True)
+    assert all((size >= np.abs(bar) - 1e-12).all() for size, bar in zip(sizes, bars, strict=True))
 
 
 def test_agrees_with_jax():

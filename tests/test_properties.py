@@ -139,6 +139,56 @@ def test_relu(data):
     np.testing.assert_array_equal(oracle.f64(pullback(ct)[0]), oracle.relu_vjp(x, ct))
 
 
+@SETTINGS
+@given(st.data())
+def test_norm(data):
+    """Any shape, axes and operands: the oracle's value, its NaN and inf, its gradients."""
+    op = data.draw(st.sampled_from(["layer_norm", "rms_norm"]))
+    dtype, shape = data.draw(dtypes), data.draw(shapes)
+    x, axis = data.draw(arrays(shape, dtype)), data.draw(axes(len(shape)))
+    axis = tuple(range(len(shape))) if axis is None else axis
+    kw = {"axis": axis, "epsilon": 0.5}
+    if data.draw(st.booleans()):
+        kw["mask"] = data.draw(hnp.arrays(np.bool_, data.draw(broadcastable(shape))))
+    if data.draw(st.booleans()):
+        kw["residual"] = data.draw(arrays(shape, dtype, special=False))
+    normalised = tuple(shape[a] for a in sorted(a % len(shape) for a in np.atleast_1d(axis)))
+    scale = data.draw(arrays(normalised, data.draw(st.sampled_from([dtype, "float32"])), False))
+
+    def call(x, scale):
+        out = getattr(jaxnorm, op)(x, scale, **kw)
+        return out[0] if "residual" in kw else out
+
+    y, pullback = jax.vjp(call, x, scale)
+    assert y.dtype == dtype
+    assert y.shape == shape
+    if not y.size:
+        return
+    oracle.assert_close(y, getattr(oracle, op)(x, scale, **kw), dtype, floor=64)
+    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    kw |= {"dy": ct, "scale": scale, "center": op == "layer_norm"}
+    expected, sizes = oracle.norm_vjp(x, **kw), oracle.norm_vjp(x, **kw, sizes=True)
+    for bar, want, size in zip(pullback(ct), expected, sizes, strict=False):
+        if np.isfinite(want).all():
+            name = bar.dtype.name
+            oracle.assert_close(bar, want, name, floor=256, size=size + np.max(size))
+
+
+@settings(SETTINGS, max_examples=15)
+@given(st.data())
+def test_norm_invariants(data):
+    """Mean 0 and variance 1; neither a shift nor a factor of x changes anything."""
+    shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=2, max_side=40))
+    x = np.random.default_rng(data.draw(st.integers(0, 99))).standard_normal(shape)
+    y = np.asarray(jaxnorm.layer_norm(x, epsilon=0.0))
+    np.testing.assert_allclose(np.mean(y, -1), 0, atol=1e-12)
+    np.testing.assert_allclose(np.var(y, -1), 1, rtol=1e-12)
+    np.testing.assert_allclose(jaxnorm.layer_norm(3 * x + 64, epsilon=0.0), y, atol=1e-9)
+    z = np.asarray(jaxnorm.rms_norm(x, epsilon=0.0))
+    np.testing.assert_allclose(np.mean(z**2, -1), 1, rtol=1e-12)
+    np.testing.assert_allclose(jaxnorm.rms_norm(-3 * x, epsilon=0.0), -z, rtol=1e-12)
+
+
 @settings(SETTINGS, max_examples=8)
 @given(st.data())
 def test_vmap_is_a_loop(data):

@@ -32,8 +32,10 @@ HAS_KERNELS = jaxnorm.status().modules[0].available
 
 ROW_SPECS = [P("d", None), P("m", None), P(("d", "m"), None)]
 COLUMN_SPECS = [P(None, "m"), P("d", "m"), P(None, ("d", "m")), P("m", "d")]
-OPS = ("softmax", "log_softmax", "relu", "add_relu")
-SOFTMAXES = OPS[:2]
+OPS = ("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm")
+SOFTMAXES, NORMS = OPS[:2], OPS[4:]
+# Operations along rows, with the all-reduces of a split row: forward, and forward with backward.
+ROW_OPS = dict.fromkeys(SOFTMAXES, (2, 3)) | {"layer_norm": (2, 3), "rms_norm": (1, 2)}
 
 
 def rand(shape, seed=0, dtype="float32"):
@@ -87,19 +89,21 @@ def alone(f, *args):
 
 
 def assert_only_small_all_reduces(program, rows, count):
-    """At most `count` all-reduces, each of one float32 per row that a device holds."""
+    """At most `count` all-reduces, each of one float32 per row that a device holds, or two."""
     found = hlo.collectives(program)
     assert found, "a split row needs communication: is this test looking at the right program?"
     assert {c.kind for c in found} == {"all-reduce"}, found
     arrays = [a for c in found for a in c.arrays]
     assert len(arrays) <= count, found
     for dtype, shape in arrays:
-        assert hlo.BYTES[dtype] * math.prod(shape) <= 4 * rows, found
+        assert hlo.BYTES[dtype] * math.prod(shape) <= 2 * 4 * rows, found
 
 
 meshes = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 ops = pytest.mark.parametrize("op", OPS)
 softmaxes = pytest.mark.parametrize("op", SOFTMAXES)
+norms = pytest.mark.parametrize("op", NORMS)
+row_ops = pytest.mark.parametrize("op", ROW_OPS)
 row_specs = pytest.mark.parametrize("spec", ROW_SPECS, ids=str)
 column_specs = pytest.mark.parametrize("spec", COLUMN_SPECS, ids=str)
 
@@ -122,26 +126,26 @@ def test_rows(mesh, op, spec):
         assert r.sharding.is_equivalent_to(x.sharding, 2)
     if HAS_KERNELS:
         calls = hlo.custom_calls(program)
-        assert {c.kind for c in calls} == {
-            f"jaxnorm_{'relu' if 'relu' in op else 'softmax'}_{part}" for part in ("fwd", "bwd")
-        }
+        stem = op.split("_")[-1]
+        # The tangent of a norm is a formula.
+        assert {c.kind for c in calls} == {f"jaxnorm_{stem}_{part}" for part in ("fwd", "bwd")}
         local = (ROWS // blocks(mesh, spec[0]), COLUMNS)
         assert all(c.arrays[0] == ("f32", local) for c in calls), calls
 
 
 @meshes
-@softmaxes
+@row_ops
 @column_specs
 def test_split_rows(mesh, op, spec):
-    """Only all-reduces of per-row numbers: a maximum and a sum forward, a sum backward."""
+    """Only all-reduces of per-row numbers: a maximum and a sum, or a mean and a variance; sums backward."""
     with scope(mesh):
         x = put(X, spec, mesh)
         forward = hlo.text(call(op), x)
         backward = hlo.text(gradient(call(op)), x)
         results = jax.jit(both(call(op)))(x)
     rows = ROWS // blocks(mesh, spec[0])
-    assert_only_small_all_reduces(forward, rows, 2)
-    assert_only_small_all_reduces(backward, rows, 3)
+    assert_only_small_all_reduces(forward, rows, ROW_OPS[op][0])
+    assert_only_small_all_reduces(backward, rows, ROW_OPS[op][1])
     assert_same(results, alone(both(call(op)), X))
     for r in results:
         assert r.sharding.is_equivalent_to(x.sharding, 2)
@@ -205,7 +209,7 @@ def test_vmap_rows(mesh, op, spec):
 
 
 @meshes
-@softmaxes
+@row_ops
 def test_vmap_split_rows(mesh, op):
     def f(x):
         return gradient(jax.vmap(call(op)))(x)
@@ -217,7 +221,7 @@ def test_vmap_split_rows(mesh, op):
     assert_same(result, alone(f, BATCHED))
 
 
-@ops
+@pytest.mark.parametrize("op", [op for op in OPS if op not in NORMS])
 def test_vmap_over_the_last_axis(op):
     """The mapped axis is the minor one, so that softmax runs along a middle axis."""
     f = jax.vmap(call(op), in_axes=2, out_axes=2)
@@ -276,6 +280,130 @@ def test_gradient_of_shared_bias(op):
     assert {c.kind for c in found} == {"all-reduce"}
     assert sum(c.bytes for c in found) == 4 * COLUMNS
     assert_same(jax.jit(f)(x, bias), alone(f, X, W[:1]))
+
+
+# ---- parameters of norms ----
+
+SCALE, SHIFT = rand((COLUMNS,), 10), rand((COLUMNS,), 11)
+
+
+def norm_with_everything(op, mask=None):
+    """(x, residual, scale, bias) -> results and all gradients."""
+
+    def f(x, residual, scale, bias):
+        parameters = (scale, bias) if op == "layer_norm" else (scale,)
+
+        def call(x, residual, *parameters):
+            return getattr(jaxnorm, op)(x, *parameters, residual=residual, mask=mask)
+
+        (y, s), pullback = jax.vjp(call, x, residual, *parameters)
+        return y, s, pullback((jnp.cos(y), jnp.sin(s)))
+
+    return f
+
+
+@meshes
+@norms
+@row_specs
+@pytest.mark.parametrize("masked", [False, True])
+def test_norm_parameters_with_whole_rows(mesh, op, spec, masked):
+    """The kernels on each device's rows, and one all-reduce: of the parameters' gradients, together."""
+    f = norm_with_everything(op, WHERE if masked else None)
+    with scope(mesh):
+        x, residual = put(X, spec, mesh), put(W, spec, mesh)
+        scale, bias = put(SCALE, P(None), mesh), put(SHIFT, P(None), mesh)
+        forward = hlo.text(lambda *a: f(*a)[:2], x, residual, scale, bias)
+        program = hlo.text(f, x, residual, scale, bias)
+        results = jax.jit(f)(x, residual, scale, bias)
+    assert hlo.collectives(forward) == []
+    (found,) = hlo.collectives(program)
+    assert found.kind == "all-reduce"
+    assert found.bytes == 4 * COLUMNS * (2 if op == "layer_norm" else 1)
+    if HAS_KERNELS:
+        assert [c.kind for c in hlo.custom_calls(program)] == [
+            "jaxnorm_norm_fwd",
+            "jaxnorm_norm_bwd",
+        ]
+    assert_same(results, alone(f, X, W, SCALE, SHIFT))
+
+
+@meshes
+@norms
+@column_specs
+@pytest.mark.parametrize("masked", [False, True])
+def test_norm_parameters_with_split_rows(mesh, op, spec, masked):
+    """Numbers per row, and parameters' gradients of the columns that a device holds."""
+    f = norm_with_everything(op, FULL_WHERE if masked else None)
+    with scope(mesh):
+        x, residual = put(X, spec, mesh), put(W, spec, mesh)
+        scale, bias = put(SCALE, P(spec[1]), mesh), put(SHIFT, P(spec[1]), mesh)
+        found = hlo.collectives(hlo.text(f, x, residual, scale, bias))
+        results = jax.jit(f)(x, residual, scale, bias)
+    assert {c.kind for c in found} == {"all-reduce"}
+    rows, columns = ROWS // blocks(mesh, spec[0]), COLUMNS // blocks(mesh, spec[1])
+    assert sum(c.bytes for c in found) <= 4 * (6 * rows + 2 * columns)
+    assert_same(results, alone(f, X, W, SCALE, SHIFT))
+
+
+@meshes
+@norms
+def test_norm_parameters_per_example(mesh, op):
+    """Mapped parameters belong to their examples: where those are sharded, nothing is summed."""
+    f = jax.vmap(norm_with_everything(op))
+    scale, bias = rand((BATCH, COLUMNS), 12), rand((BATCH, COLUMNS), 13)
+    residual = rand(BATCHED.shape, 14)
+    with scope(mesh):
+        args = [
+            put(a, P("d", *(None,) * (a.ndim - 1)), mesh) for a in (BATCHED, residual, scale, bias)
+        ]
+        program, results = hlo.text(f, *args), jax.jit(f)(*args)
+    assert hlo.collectives(program) == []
+    assert_same(results, alone(f, BATCHED, residual, scale, bias))
+
+
+@norms
+def test_norm_of_several_axes(op):
+    """Both normalised axes may be cut."""
+    scale = rand((ROWS, COLUMNS), 15)
+
+    def f(x, scale):
+        y, pullback = jax.vjp(lambda *a: getattr(jaxnorm, op)(*a, axis=(1, 2)), x, scale)
+        return y, pullback(jnp.cos(x))
+
+    for spec in (P("d", None, None), P(None, "d", "m"), P("m", "d", None)):
+        found = hlo.collectives(hlo.text(f, put(BATCHED, spec, AUTO), scale))
+        assert {c.kind for c in found} <= {"all-reduce"}
+        got = jax.jit(f)(put(BATCHED, spec, AUTO), put(scale, P(*spec[1:]), AUTO))
+        assert_same(got, alone(f, BATCHED, scale))
+
+
+@norms
+def test_parameters_of_bfloat16_are_summed_in_float32(op):
+    """The sum over devices is rounded once: it is that of one device."""
+    x, scale = rand((64, COLUMNS), 16, "bfloat16"), rand((COLUMNS,), 17, "bfloat16")
+
+    def f(x, scale):
+        return jax.grad(lambda s: jnp.sum(getattr(jaxnorm, op)(x, s).astype("float32") ** 2))(scale)
+
+    found = hlo.collectives(hlo.text(f, put(x, P(("d", "m"), None), AUTO), put(scale, P(), AUTO)))
+    assert [(c.kind, c.bytes) for c in found] == [("all-reduce", 4 * COLUMNS)]
+    got = jax.jit(f)(put(x, P(("d", "m"), None), AUTO), put(scale, P(), AUTO))
+    np.testing.assert_allclose(oracle.f64(got), oracle.f64(alone(f, x, scale)), rtol=2**-7)
+
+
+@norms
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_norm_parameters_in_shard_map(op, check_vma):
+    """A scale that all devices share, next to an x that differs: its gradient is summed over them."""
+
+    def loss(local):
+        return lambda x, scale: jnp.sum(jnp.sin(local(x, scale)))
+
+    f = lambda x, scale: getattr(jaxnorm, op)(x, scale)  # noqa: E731
+    specs = {"in_specs": (P("d", None), P()), "out_specs": P("d", None)}
+    mapped = jax.shard_map(f, mesh=AUTO, **specs, check_vma=check_vma)
+    for g in (lambda h: h, lambda h: jax.grad(loss(h), (0, 1))):
+        assert_same(jax.jit(g(mapped))(X, SCALE), alone(g(f), X, SCALE))
 
 
 # ---- inside programs ----

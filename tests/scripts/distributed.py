@@ -16,7 +16,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank
 mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
 full = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
 errors = {}
-for op in ("softmax", "log_softmax", "relu", "add_relu"):
+for op in ("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"):
     function = getattr(jaxnorm, op)
 
     def f(x, function=function, op=op):

@@ -66,6 +66,12 @@ calls = {
     "log_softmax": (jaxnorm.log_softmax, jax.nn.log_softmax, (x,)),
     "relu": (jaxnorm.relu, jax.nn.relu, (x,)),
     "add_relu": (jaxnorm.add_relu, lambda x, y: jax.nn.relu(x + y), (x, x)),
+    "layer_norm": (jaxnorm.layer_norm, lambda x: jax.nn.standardize(x, epsilon=1e-6), (x,)),
+    "rms_norm": (
+        jaxnorm.rms_norm,
+        lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6),
+        (x,),
+    ),
 }
 errors, kernel = {}, {}
 with warnings.catch_warnings(record=True) as caught:

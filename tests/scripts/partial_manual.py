@@ -13,7 +13,7 @@ import jaxnorm
 mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
 x = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
 checked = []
-for op in ("softmax", "log_softmax", "relu", "add_relu"):
+for op in ("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"):
     function = getattr(jaxnorm, op)
 
     def f(x, function=function, op=op):

@@ -1,11 +1,21 @@
-"""Bandwidth-limit softmax and ReLU kernels as ordinary JAX functions, for CPU and CUDA."""
+"""Bandwidth-limit softmax, normalisation and ReLU kernels as ordinary JAX functions, for CPU and CUDA."""
 
 from jaxnorm import _lib
 from jaxnorm._lib import status
 from jaxnorm._primitive import export_checks
+from jaxnorm.norm import layer_norm, rms_norm
 from jaxnorm.relu import add_relu, relu
 from jaxnorm.softmax import log_softmax, softmax
 
 __version__ = _lib.VERSION
 
-__all__ = ["add_relu", "export_checks", "log_softmax", "relu", "softmax", "status"]
+__all__ = [
+    "add_relu",
+    "export_checks",
+    "layer_norm",
+    "log_softmax",
+    "relu",
+    "rms_norm",
+    "softmax",
+    "status",
+]

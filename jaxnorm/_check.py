@@ -36,6 +36,35 @@ def bool_array(op: str, name: str, value) -> jax.Array:
     return jnp.asarray(value)
 
 
+def alike(op: str, name: str, value, x: jax.Array) -> jax.Array:
+    """`value` as an array of x's shape and dtype."""
+    value = float_array(op, name, value)
+    if value.dtype != x.dtype:
+        raise TypeError(
+            f"{op}: {name} must have x's dtype {x.dtype}, got {value.dtype}. Cast one of them, for example "
+            f"{name}.astype(x.dtype)."
+        )
+    shape(op, name, value.shape, x.shape, of="x")
+    return value
+
+
+def shape(op: str, name: str, got, expected, of: str = "x's normalised axes") -> None:
+    if tuple(got) != tuple(expected):
+        raise ValueError(
+            f"{op}: {name} must have the shape {tuple(expected)} of {of}, got {tuple(got)}. "
+            f"Reshape or broadcast it; use jax.vmap for a {name} per example."
+        )
+
+
+def number(op: str, name: str, value) -> float:
+    """`value` as a Python float; arrays would have to be operands."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(
+            f"{op}: {name} must be a Python number, got {type(value).__name__}. Pass float({name})."
+        )
+    return float(value)
+
+
 def implementation(op: str, value: str | None) -> None:
     if value not in IMPLEMENTATIONS:
         raise ValueError(

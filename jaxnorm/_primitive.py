@@ -14,9 +14,12 @@ A primitive has one reference formula and, on platforms whose module is loaded, 
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import dispatch  # private: see the last line of `define_primitive`
 from jax.core import ShapedArray
@@ -28,11 +31,15 @@ from jax.experimental.custom_partitioning import (
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
+from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxnorm import _lib
 
 NOT_MAPPED = None  # what a batching rule gets for an operand without a mapped axis
+
+# Dimensions of unlike broadcasting that an operand may have (ffi/buffers.h: kMaxBroadcastDims).
+_MAX_BROADCAST_DIMS = 8
 
 Spec = tuple  # one entry per dimension: None, an axis name, or a tuple of axis names
 
@@ -91,6 +98,48 @@ def sharding_factors(operands, results, sizes=None) -> SdyShardingRule:
     return SdyShardingRule(mappings[0], mappings[1], **(sizes or {}))  # pyright: ignore[reportArgumentType]
 
 
+def acc_dtype(dtype):
+    """What values of `dtype` are summed in (not promote_types, which strict promotion refuses)."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def psum_together(values, names):
+    """Sums of arrays of one shape and dtype over the mesh axes `names`, in one all-reduce; as they are without any."""
+    if not names:
+        return list(values)
+    return list(jax.lax.psum(jnp.stack(values), names))
+
+
+# ---- what the kernels take ----
+
+
+def broadcast_fits(operand, full, axes) -> bool:
+    """Whether an operand's broadcast pattern has few enough runs of alike dimensions (kMaxBroadcastDims in buffers.h).
+
+    `axes` are those of a row, which do not count.
+    """
+    dims = [
+        n == m
+        for i, (n, m) in enumerate(zip(operand, full, strict=True))
+        if i not in axes and m != 1
+    ]
+    return 1 + sum(a != b for a, b in itertools.pairwise(dims)) < _MAX_BROADCAST_DIMS
+
+
+def split_scratch(aval, axes) -> int:
+    """Float32 elements for the partial results of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
+
+    Chunks are 16 KiB of each input at least and a partial takes 16 bytes at most. Room for 4096 of them lets several
+    rows be worked on together, and is all that a row of unknown length gets.
+    """
+    sizes = [aval.shape[i] for i in axes]
+    known = all(isinstance(n, int) for n in sizes)
+    row_bytes = math.prod(n for n in sizes if isinstance(n, int)) * aval.dtype.itemsize
+    if known and row_bytes <= 2**15:
+        return 0
+    return 4 * max(4096, row_bytes // 2**14 + 2)
+
+
 # ---- definition ----
 
 
@@ -102,6 +151,28 @@ def define_formula(name: str, *, abstract: Callable, formula: Callable) -> Primi
     primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(formula, multiple_results=True))
     return primitive
+
+
+def define_dce(primitive: Primitive, prune: Callable) -> None:
+    """Drops work for results that nobody uses.
+
+    Args:
+      primitive: whose calls are pruned.
+      prune: (which results are used, parameters) -> (parameters, which operands the smaller call takes).
+    """
+
+    def rule(used, *rest):  # (used, eqn) before JAX 0.12, (used, live_ins, eqn) from then on
+        eqn = rest[-1]
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        if all(used):
+            return [True] * len(eqn.invars), eqn
+        params, taken = prune(used, eqn.params)
+        invars = [v for v, t in zip(eqn.invars, taken, strict=True) if t]
+        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+        return taken, eqn.replace(invars=invars, outvars=outvars, params=params)
+
+    pe.dce_rules[primitive] = rule
 
 
 @dataclasses.dataclass(frozen=True)

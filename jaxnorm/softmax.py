@@ -10,7 +10,6 @@ Operands have x's rank; any of them may have size 1 where the result does not, w
 a subset of the operands, cost nothing.
 """
 
-import itertools
 import math
 from functools import partial
 
@@ -25,11 +24,14 @@ from jaxnorm import _check
 from jaxnorm._primitive import (
     NOT_MAPPED,
     Partition,
+    acc_dtype,
     aval_like,
     axis_names,
+    broadcast_fits,
     define_primitive,
     sharding_factors,
     spec_of,
+    split_scratch,
     vary_alike,
 )
 
@@ -40,8 +42,7 @@ WHERE, SCALE, BIAS = 1, 2, 4
 SOFTMAX, LOG_JVP, LOG_VJP = 0, 1, 2
 _TRANSPOSED = {SOFTMAX: SOFTMAX, LOG_JVP: LOG_VJP, LOG_VJP: LOG_JVP}
 
-# What the kernels take (ffi/buffers.h: kMaxBroadcastDims; positions within a row are 32-bit numbers).
-_MAX_BROADCAST_DIMS = 8
+# Positions within a row are 32-bit numbers.
 _MAX_COLUMNS = 2**30
 
 Axis = int | tuple[int, ...] | None
@@ -207,11 +208,6 @@ def _merge_axes(arrays, axes):
 # ---- formulas ----
 
 
-def _acc(dtype):
-    """What values of `dtype` are summed and exponentiated in (not promote_types, which strict promotion refuses)."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 def _split(optional, operands):
     """(where, scale, bias) from the optional operands that the bits of `operands` name."""
     optional = iter(optional)
@@ -236,7 +232,7 @@ def _fwd_reference(x, *optional, axis, factor, log, operands, implementation=Non
     del implementation
     where, scale, bias = _split(optional, operands)
     maximum, total = _reductions(axis, mesh_axes)
-    z = x.astype(_acc(x.dtype)) * factor
+    z = x.astype(acc_dtype(x.dtype)) * factor
     if scale is not None:
         z = z * scale.astype(z.dtype)
     if bias is not None:
@@ -260,7 +256,7 @@ def _bwd_reference(y, t, *where, axis, factor, form, implementation=None, mesh_a
     del implementation
     _, total = _reductions(axis, mesh_axes)
     dtype = y.dtype
-    y, t = y.astype(_acc(dtype)), t.astype(_acc(dtype))
+    y, t = y.astype(acc_dtype(dtype)), t.astype(acc_dtype(dtype))
     if where:
         t = jnp.where(where[0], t, 0)
     if form == SOFTMAX:
@@ -301,15 +297,7 @@ def _fits(*avals, axis, **_):
     if isinstance(shape[axis], int) and not 1 < shape[axis] < _MAX_COLUMNS:
         return False
 
-    def runs(a):
-        dims = [
-            n == full
-            for i, (n, full) in enumerate(zip(a.shape, shape, strict=True))
-            if i != axis and full != 1
-        ]
-        return 1 + sum(a != b for a, b in itertools.pairwise(dims))
-
-    return all(runs(a) < _MAX_BROADCAST_DIMS for a in avals)
+    return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
 
 
 def _sharding_rule(_, operand_shapes, result_shapes, **__):
@@ -358,17 +346,8 @@ def _batch(primitive, args, dims, *, axis, **params):
 
 
 def _scratch(*avals, axis, **_):
-    """Float32 elements for the partial maxima and sums of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
-
-    Chunks are 16 KiB of each input at least and a partial takes 16 bytes at most. Room for 4096 of them lets several
-    rows be worked on together, and is all that a row of unknown length gets.
-    """
-    size = max((a.shape[axis] for a in avals if isinstance(a.shape[axis], int)), default=0)
-    known = all(isinstance(a.shape[axis], int) for a in avals)
-    row_bytes = size * avals[0].dtype.itemsize
-    if known and row_bytes <= 2**15:
-        return 0
-    return 4 * max(4096, row_bytes // 2**14 + 2)
+    (full,) = _abstract(*avals, axis=axis)
+    return split_scratch(full, (axis,))
 
 
 softmax_fwd_p = define_primitive(

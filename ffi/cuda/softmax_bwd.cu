@@ -168,6 +168,9 @@ struct SoftmaxBwd {
     StoreSlot(row.out, row.grid, row.grid.First(slot), result);
   }
 
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+
   // ---- Columns (strided.cuh) ----
 
   __host__ __device__ __forceinline__ const DeviceOperand<T>& Input(int k) const { return k == 0 ? y : t; }

@@ -220,6 +220,9 @@ struct SoftmaxFwd {
     StoreSlot(row.y, row.grid, row.grid.First(slot), out);
   }
 
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+
   // ---- Columns (strided.cuh) ----
 
   struct Column {

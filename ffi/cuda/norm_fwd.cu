@@ -1,0 +1,367 @@
+// layer_norm and rms_norm, forward: x (and the residual) read once, y (and the sum) written once, and one or two numbers
+// per row.
+#include <cmath>
+
+#include "norm.cuh"
+#include "norm_args.h"
+#include "operand.cuh"
+#include "rows.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// 1 / x; for float32 one instruction, off by less than 2^-23.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ double Reciprocal(double x) { return 1 / x; }
+
+// x^-1/2. For float32 the instruction's result and one step of Newton's method, which knows no infinities.
+__device__ __forceinline__ float InverseSqrt(float x) {
+  const float y = rsqrtf(x), residual = fma(-x * y, y, 1.0f);
+  return isnan(residual) ? y : fma(0.5f * y, residual, y);
+}
+__device__ __forceinline__ double InverseSqrt(double x) { return 1 / sqrt(x); }
+
+// a + b, rounded to T.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> AddRounded(const Vec<T, N>& a, const Vec<T, N>& b) {
+  Vec<T, N> out;
+  if constexpr (sizeof(T) == 2) {
+    // Not by way of float32: this is one instruction for two elements.
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const Pair pair = __hadd2(Pair(a.v[i], a.v[i + 1]), Pair(b.v[i], b.v[i + 1]));
+      out.v[i] = pair.x;
+      out.v[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.v[i] = a.v[i] + b.v[i];
+  }
+  return out;
+}
+
+// Of the elements that count: their number, mean (0 if not centred) and sum of squared deviations from it. Merging as
+// Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance"; an empty side changes nothing.
+template <typename Acc>
+struct Moments {
+  Acc count, mean, squares;
+
+  static __device__ __forceinline__ Moments Identity() { return {0, 0, 0}; }
+
+  // 1 / count, or any finite number if it is 0, so that 0 times it is 0.
+  static __device__ __forceinline__ Acc Inverse(Acc count) { return Reciprocal(fmax(count, Acc(1))); }
+
+  static __device__ __forceinline__ Moments Merge(Moments a, Moments b) {
+    const Acc count = a.count + b.count, delta = b.mean - a.mean;
+    const Acc weight = a.count == 0 ? Acc(1) : b.count * Inverse(count);
+    return {count, fma(delta, weight, a.mean), fma(delta, delta * (a.count * weight), a.squares + b.squares)};
+  }
+
+  // All lanes at once, from the first one's mean: sums, unlike Merge, give all lanes the same bits.
+  static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    const Acc pivot = __shfl_sync(kAllLanes, p.mean, 0, width);
+    const Acc count = LaneReduce(p.count, width, add);
+    const Acc shift = LaneReduce(p.count * (p.mean - pivot), width, add) * Inverse(count);
+    const Acc mean = pivot + shift, delta = p.mean - mean;
+    return {count, mean, LaneReduce(fma(delta, delta * p.count, p.squares), width, add)};
+  }
+};
+
+// s = x, or x + residual rounded to T; y = (s - mean) * rstd * (scale + scale_offset) + bias.
+template <typename T_, Mode kMode_>
+struct NormFwd {
+  using T = T_;
+  using Acc = AccT<T>;
+  using Partial = Moments<Acc>;
+  static constexpr Mode kMode = kMode_;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kInputs = 2;        // x, residual
+  static constexpr int kColumnInputs = 1;  // x
+  static constexpr int kSlotsPerThread = 8;
+  static constexpr int kUnroll = kGeneral ? 1 : sizeof(T) == 2 ? 2 : 4;  // as registers allow
+  static constexpr unsigned kAllElements = (1u << kVec) - 1;
+
+  int64_t rows;
+  int cols;
+  DeviceOperand<T> x, residual;
+  DeviceOperand<bool> where;
+  DeviceParameter<T> scale, bias;
+  T *y, *sum;
+  Acc *mean, *rstd;
+  Acc inverse_cols, epsilon, scale_offset;
+  bool center;
+
+  NormFwd(const NormFwdArgs& args)
+      : rows(args.shape.rows()),
+        cols(static_cast<int>(args.shape.cols)),
+        x(args.x, rows),
+        residual(args.residual, rows),
+        where(args.mask, rows),
+        scale(args.scale, args.parameter_dtype, args.shape),
+        bias(args.bias, args.parameter_dtype, args.shape),
+        y(static_cast<T*>(args.y)),
+        sum(static_cast<T*>(args.sum)),
+        mean(static_cast<Acc*>(args.mean)),
+        rstd(static_cast<Acc*>(args.rstd)),
+        inverse_cols(1 / static_cast<Acc>(cols)),
+        epsilon(static_cast<Acc>(args.epsilon)),
+        scale_offset(static_cast<Acc>(args.scale_offset)),
+        center(args.center) {}
+
+  struct Row {
+    T* y;
+    SlotGrid<T, kMode> grid;
+    OperandRow<T> x, residual;
+    OperandRow<bool> where;
+    T* sum;
+    const void *scale, *bias;
+  };
+  struct Slot {
+    Vec<T, kVec> s;
+    unsigned skipped;  // bit i: the statistics do not count element i
+  };
+  struct Final {
+    Acc mean, rstd;
+  };
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
+    T* row = y + index * cols;
+    Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(index), bias.Row(index)};
+    if constexpr (kGeneral) {
+      r.x = OperandRow<T>(x, index);
+      r.residual = OperandRow<T>(residual, index);
+      r.where = OperandRow<bool>(where, index);
+    } else {
+      r.x = OperandRow<T>::Full(x, index * cols);
+      r.residual = OperandRow<T>::Full(residual, index * cols);
+    }
+    return r;
+  }
+
+  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const {
+    return k == 0 ? row.x : row.residual;
+  }
+  __host__ __device__ __forceinline__ bool Has(int k) const { return k == 0 || sum != nullptr; }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ bool Reduces(int) const { return true; }
+  __host__ __device__ __forceinline__ int Place(int k) const { return k; }
+  __host__ __device__ __forceinline__ int Inputs() const { return Has(1) ? 2 : 1; }
+
+  static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(Acc(0)); }
+
+  template <bool kEdges>
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<NormFwd>& raw, Slot& out) const {
+    out.s = raw.in[0];
+    if (Has(1)) out.s = AddRounded(raw.in[0], raw.in[1]);
+    out.skipped = 0;
+    if constexpr (kMode == Mode::kPlain) {
+      if (kEdges && slot >= row.grid.Slots()) out.skipped = kAllElements;
+    } else {
+      const int before = max(-row.grid.First(slot), 0), after = max(row.grid.First(slot) + kVec - cols, 0);
+      out.skipped = ~(kAllElements << before & kAllElements >> after) & kAllElements;
+    }
+    if constexpr (kGeneral) {
+      if (HasWhere()) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.skipped |= raw.where.v[i] ? 0u : 1u << i;
+      }
+    }
+  }
+
+  // The variant is whether rows are centred. kGeneral leaves it to run time, for the sake of the code's size.
+  template <typename F>
+  __device__ __forceinline__ void WithVariant(F f) const {
+    if constexpr (kGeneral) {
+      f(center);
+    } else if (center) {
+      f(std::true_type());
+    } else {
+      f(std::false_type());
+    }
+  }
+
+  template <typename Variant, int kN>
+  __device__ __forceinline__ Partial Reduce(Variant center, Slot (&slots)[kN], int width) const {
+    if constexpr (kMode == Mode::kPlain) {
+      // One lane alone has nothing but elements of the row.
+      if (width > 1) return ReduceSlots<false>(center, slots, width, static_cast<Acc>(cols), inverse_cols);
+      return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
+    } else {
+      unsigned any = 0;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) any |= slots[j].skipped;
+      if (any == 0) return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
+      int count = kN * kVec;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) count -= __popc(slots[j].skipped);
+      return ReduceSlots<true>(center, slots, 1, static_cast<Acc>(count), Partial::Inverse(static_cast<Acc>(count)));
+    }
+  }
+
+  // In two passes over registers. kSome: some elements of slots do not count; otherwise either all do, or none, and then
+  // they are 0.
+  template <bool kSome, typename Variant, int kN>
+  __device__ __forceinline__ Partial ReduceSlots(Variant center, const Slot (&slots)[kN], int width, Acc count,
+                                                 Acc inverse) const {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    // The sum of f(element, slot), one chain of additions per slot.
+    const auto sum_of = [&](auto f) {
+      Acc sums[kN];
+#pragma unroll
+      for (int j = 0; j < kN; ++j) sums[j] = 0;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+#pragma unroll
+        for (int j = 0; j < kN; ++j) {
+          const Acc term = f(ToAcc(slots[j].s.v[i]), slots[j]);
+          sums[j] += kSome && (slots[j].skipped >> i & 1) ? Acc(0) : term;
+        }
+      }
+#pragma unroll
+      for (int j = 1; j < kN; ++j) sums[0] += sums[j];
+      return LaneReduce(sums[0], width, add);
+    };
+    if (!center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
+    const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) * inverse;
+    const auto deviation = [&](Acc s, const Slot& slot) { return s - (!kSome && slot.skipped ? Acc(0) : mean); };
+    const Acc squares = sum_of([&](Acc s, const Slot& slot) {
+      const Acc d = deviation(s, slot);
+      return d * d;
+    });
+    if constexpr (sizeof(T) == 2) return {count, mean, squares};  // the mean of few 16-bit numbers is exact enough
+    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
+    const Acc rest = sum_of(deviation), shift = rest * inverse;
+    return {count, mean + shift, fmax(fma(-rest, shift, squares), Acc(0))};
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ void Prepare(Variant, Slot&, const Partial&) const {}
+
+  // Without an element that counts, 0 / 0.
+  template <typename Variant>
+  __device__ __forceinline__ Final Finish(Variant, const Partial& total) const {
+    return {total.count == 0 ? Acc(NAN) : total.mean,
+            InverseSqrt(fma(total.squares, Reciprocal(total.count), epsilon))};
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ void Store(Variant center, const Row& row, int slot, const Slot& kept,
+                                        const Final& final) const {
+    const int first = row.grid.First(slot);
+    Acc out[kVec], factor[kVec], shift[kVec];
+    if (row.scale != nullptr) scale.template Load<kMode == Mode::kPlain>(row.scale, first, cols, factor);
+    if (row.bias != nullptr) bias.template Load<kMode == Mode::kPlain>(row.bias, first, cols, shift);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const Acc s = ToAcc(kept.s.v[i]);
+      out[i] = (center ? s - final.mean : s) * final.rstd;
+    }
+    if (row.scale != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) out[i] *= factor[i] + scale_offset;
+    }
+    if (row.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) out[i] += shift[i];
+    }
+    StoreSlot(row.y, row.grid, first, out);
+    if (Has(1)) StoreSum(row, first, kept.s);
+  }
+
+  __device__ __forceinline__ void StoreSum(const Row& row, int first, const Vec<T, kVec>& s) const {
+    if (kGeneral && !IsVecAligned(row.sum + first)) {
+      // Its own grid is not that of y.
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (first + i >= 0 && first + i < cols) row.sum[first + i] = s.v[i];
+      }
+    } else {
+      StoreSlot(row.sum, row.grid, first, s);
+    }
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant center, int64_t index, const Partial& total) const {
+    const Final final = Finish(center, total);
+    if (center) mean[index] = final.mean;
+    rstd[index] = final.rstd;
+  }
+};
+
+// float64 takes the general mode always: it is there to be right, not to fill the code with more kernels.
+ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyBuffer scratch) {
+  const NormShape& shape = args.shape;
+  JAXNORM_CHECK(shape.cols < INT32_MAX / 2);  // positions within a row are 32-bit; Python lowers the formula instead
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> ffi::Error {
+    const char* const name = "norm_fwd";
+    using General = NormFwd<T, Mode::kGeneral>;
+    const General general(args);
+    bool full = !args.mask;
+    for (const Operand* input : {&args.x, &args.residual}) {
+      full = full && IsVecAligned(input->data) && (!*input || input->elements == shape.size());
+    }
+    full = full && IsVecAligned(args.y) && IsVecAligned(args.sum);
+    const bool whole = shape.cols % kVecSize<T> == 0;
+    const int slots = static_cast<int>(CeilDiv(shape.cols, kVecSize<T>)) + (full && whole ? 0 : 1);
+    const bool split = slots > MaxRowSlots(general, *device);
+    if constexpr (!std::is_same_v<T, double>) {
+      const NormFwd<T, Mode::kRagged> ragged(args);
+      if (full && split) return LaunchSplit(*device, stream, ragged, slots, scratch, name);
+      if (full && whole && general.scale.VecAligned() && general.bias.VecAligned()) {
+        return LaunchRow(*device, stream, NormFwd<T, Mode::kPlain>(args), slots, name);
+      }
+      if (full) return LaunchRow(*device, stream, ragged, slots, name);
+    }
+    if (split) return LaunchSplit(*device, stream, general, slots, scratch, name);
+    return LaunchRow(*device, stream, general, slots, name);
+  });
+}
+
+ffi::Error NormFwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                          ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double epsilon,
+                          double scale_offset, int64_t operands) {
+  NormFwdArgs args;
+  JAXNORM_RETURN_IF_ERROR(
+      ParseNormFwd(x, rest, *y, results, axis, groups, center, epsilon, scale_offset, operands, &args));
+  // The sum, the mean, rstd, and last the scratch of rows that are split.
+  size_t next = (args.sum != nullptr ? 1 : 0) + (center ? 1 : 0) + 1;
+  ffi::AnyBuffer scratch = x;
+  JAXNORM_RETURN_IF_ERROR(norm_internal::Next(results, &next, &scratch));
+  const int64_t rows = args.shape.rows();
+  if (rows == 0) return ffi::Error::Success();
+  if (args.shape.cols > 0) return LaunchNormFwd(stream, args, scratch);
+  for (void* statistic : {args.mean, args.rstd}) {
+    if (statistic == nullptr) continue;
+    const size_t bytes = rows * (args.dtype == ffi::F64 ? sizeof(double) : sizeof(float));
+    const cudaError_t status = cudaMemsetAsync(statistic, 0xff, bytes, stream);  // all bits set is a NaN
+    JAXNORM_RETURN_IF_ERROR(LaunchStatus(status, "norm_fwd"));
+  }
+  return ffi::Error::Success();
+}
+
+JAXNORM_REGISTER(norm_fwd, NormFwdHandler,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .RemainingRets()
+                     .Attr<int64_t>("axis")
+                     .Attr<int64_t>("groups")
+                     .Attr<bool>("center")
+                     .Attr<double>("epsilon")
+                     .Attr<double>("scale_offset")
+                     .Attr<int64_t>("operands"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

@@ -67,37 +67,30 @@ __device__ __forceinline__ void LoadParameters(const U* row, int first, int cols
   for (int i = 0; i < kVec; ++i) values[i] = ToAcc(loaded.v[i]);
 }
 
-// Scale or bias of a call on arrays of T; its dtype is T or that of the arithmetic.
+// Scale or bias of a call on arrays of T: one row of T (narrow) or of the arithmetic's dtype for each group, or for all.
 template <typename T>
 struct DeviceParameter {
-  using Acc = AccT<T>;
-
   const void* data = nullptr;
-  int64_t group_bytes = 0;  // from one group's parameters to the next one's; 0: all share them
-  int64_t rows_per_group = 1;
-  bool narrow = false;  // T is not the arithmetic's dtype, and these are T
+  int64_t group_bytes = 0;
 
-  DeviceParameter(const NormParameter& parameter, ffi::DataType dtype, const NormShape& shape)
+  DeviceParameter(const NormParameter& parameter, bool narrow)
       : data(parameter.data),
-        rows_per_group(shape.rows_per_group),
-        narrow(sizeof(T) < sizeof(Acc) && dtype != ffi::F32) {
-    group_bytes = parameter.group_stride * static_cast<int64_t>(narrow ? sizeof(T) : sizeof(Acc));
+        group_bytes(parameter.group_stride * static_cast<int64_t>(narrow ? sizeof(T) : sizeof(AccT<T>))) {}
+
+  bool VecAligned() const { return IsVecAligned(data) && group_bytes % kVecBytes == 0; }
+
+  // nullptr if there are none.
+  __device__ __forceinline__ const void* Row(int64_t group) const {
+    return static_cast<const char*>(data) + group * group_bytes;
   }
 
-  __host__ bool VecAligned() const { return IsVecAligned(data) && group_bytes % kVecBytes == 0; }
-
-  // The parameters of a row; nullptr if there are none.
-  __device__ __forceinline__ const void* Row(int64_t index) const {
-    if (group_bytes == 0) return data;
-    return static_cast<const char*>(data) + index / rows_per_group * group_bytes;
-  }
-
-  template <bool kAligned>
-  __device__ __forceinline__ void Load(const void* row, int first, int cols, Acc (&values)[kVecSize<T>]) const {
-    if (sizeof(T) < sizeof(Acc) && narrow) {
+  template <bool kAligned, typename Narrow>
+  static __device__ __forceinline__ void Load(Narrow narrow, const void* row, int first, int cols,
+                                              AccT<T> (&values)[kVecSize<T>]) {
+    if (narrow) {
       LoadParameters<T, T, kAligned>(static_cast<const T*>(row), first, cols, values);
     } else {
-      LoadParameters<T, Acc, kAligned>(static_cast<const Acc*>(row), first, cols, values);
+      LoadParameters<T, AccT<T>, kAligned>(static_cast<const AccT<T>*>(row), first, cols, values);
     }
   }
 };

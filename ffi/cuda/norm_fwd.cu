@@ -34,9 +34,8 @@ __device__ __forceinline__ Vec<T, N> AddRounded(const Vec<T, N>& a, const Vec<T,
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      const Pair pair = __hadd2(Pair(a.v[i], a.v[i + 1]), Pair(b.v[i], b.v[i + 1]));
-      out.v[i] = pair.x;
-      out.v[i + 1] = pair.y;
+      reinterpret_cast<Pair&>(out.v[i]) =
+          __hadd2(reinterpret_cast<const Pair&>(a.v[i]), reinterpret_cast<const Pair&>(b.v[i]));
     }
   } else {
 #pragma unroll
@@ -85,7 +84,7 @@ struct NormFwd {
   static constexpr int kInputs = 2;        // x, residual
   static constexpr int kColumnInputs = 1;  // x
   static constexpr int kSlotsPerThread = 8;
-  static constexpr int kUnroll = kGeneral ? 1 : sizeof(T) == 2 ? 2 : 4;  // as registers allow
+  static constexpr int kUnroll = kGeneral ? 1 : sizeof(T) == 2 ? 1 : 2;  // as registers allow
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 
   int64_t rows;
@@ -96,7 +95,8 @@ struct NormFwd {
   T *y, *sum;
   Acc *mean, *rstd;
   Acc inverse_cols, epsilon, scale_offset;
-  bool center;
+  int64_t rows_per_group;
+  bool grouped, center, narrow;
 
   NormFwd(const NormFwdArgs& args)
       : rows(args.shape.rows()),
@@ -104,8 +104,8 @@ struct NormFwd {
         x(args.x, rows),
         residual(args.residual, rows),
         where(args.mask, rows),
-        scale(args.scale, args.parameter_dtype, args.shape),
-        bias(args.bias, args.parameter_dtype, args.shape),
+        scale(args.scale, Narrow(args)),
+        bias(args.bias, Narrow(args)),
         y(static_cast<T*>(args.y)),
         sum(static_cast<T*>(args.sum)),
         mean(static_cast<Acc*>(args.mean)),
@@ -113,7 +113,13 @@ struct NormFwd {
         inverse_cols(1 / static_cast<Acc>(cols)),
         epsilon(static_cast<Acc>(args.epsilon)),
         scale_offset(static_cast<Acc>(args.scale_offset)),
-        center(args.center) {}
+        rows_per_group(args.shape.rows_per_group),
+        grouped(args.shape.groups > 1),
+        center(args.center),
+        narrow(Narrow(args)) {}
+
+  // Whether scale and bias are T, and that is not the arithmetic's dtype.
+  static bool Narrow(const NormFwdArgs& args) { return !std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype; }
 
   struct Row {
     T* y;
@@ -125,7 +131,8 @@ struct NormFwd {
   };
   struct Slot {
     Vec<T, kVec> s;
-    unsigned skipped;  // bit i: the statistics do not count element i
+    unsigned skipped;               // bit i: the statistics do not count element i
+    Acc factor[kVec], shift[kVec];  // after LoadForStore
   };
   struct Final {
     Acc mean, rstd;
@@ -133,7 +140,8 @@ struct NormFwd {
 
   __device__ __forceinline__ Row Begin(int64_t index) const {
     T* row = y + index * cols;
-    Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(index), bias.Row(index)};
+    const int64_t group = grouped ? index / rows_per_group : 0;
+    Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(group), bias.Row(group)};
     if constexpr (kGeneral) {
       r.x = OperandRow<T>(x, index);
       r.residual = OperandRow<T>(residual, index);
@@ -175,40 +183,54 @@ struct NormFwd {
     }
   }
 
-  // The variant is whether rows are centred. kGeneral leaves it to run time, for the sake of the code's size.
+  // kGeneral leaves it to run time, for the sake of the code's size.
+  template <typename Center, typename Narrow>
+  struct Variant {
+    Center center;
+    Narrow narrow;
+  };
   template <typename F>
   __device__ __forceinline__ void WithVariant(F f) const {
+    const auto with_center = [&](auto center) {
+      if constexpr (kGeneral) {
+        f(Variant<bool, bool>{center, narrow});
+      } else if (!std::is_same_v<T, Acc> && narrow) {
+        f(Variant<decltype(center), std::true_type>());
+      } else {
+        f(Variant<decltype(center), std::false_type>());
+      }
+    };
     if constexpr (kGeneral) {
-      f(center);
+      with_center(center);
     } else if (center) {
-      f(std::true_type());
+      with_center(std::true_type());
     } else {
-      f(std::false_type());
+      with_center(std::false_type());
     }
   }
 
-  template <typename Variant, int kN>
-  __device__ __forceinline__ Partial Reduce(Variant center, Slot (&slots)[kN], int width) const {
+  template <typename V, int kN>
+  __device__ __forceinline__ Partial Reduce(V v, Slot (&slots)[kN], int width) const {
     if constexpr (kMode == Mode::kPlain) {
       // One lane alone has nothing but elements of the row.
-      if (width > 1) return ReduceSlots<false>(center, slots, width, static_cast<Acc>(cols), inverse_cols);
-      return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
+      if (width > 1) return ReduceSlots<false>(v, slots, width, static_cast<Acc>(cols), inverse_cols);
+      return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
     } else {
       unsigned any = 0;
 #pragma unroll
       for (int j = 0; j < kN; ++j) any |= slots[j].skipped;
-      if (any == 0) return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
+      if (any == 0) return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
       int count = kN * kVec;
 #pragma unroll
       for (int j = 0; j < kN; ++j) count -= __popc(slots[j].skipped);
-      return ReduceSlots<true>(center, slots, 1, static_cast<Acc>(count), Partial::Inverse(static_cast<Acc>(count)));
+      return ReduceSlots<true>(v, slots, 1, static_cast<Acc>(count), Partial::Inverse(static_cast<Acc>(count)));
     }
   }
 
   // In two passes over registers. kSome: some elements of slots do not count; otherwise either all do, or none, and then
   // they are 0.
-  template <bool kSome, typename Variant, int kN>
-  __device__ __forceinline__ Partial ReduceSlots(Variant center, const Slot (&slots)[kN], int width, Acc count,
+  template <bool kSome, typename V, int kN>
+  __device__ __forceinline__ Partial ReduceSlots(V v, const Slot (&slots)[kN], int width, Acc count,
                                                  Acc inverse) const {
     const auto add = [](Acc a, Acc b) { return a + b; };
     // The sum of f(element, slot), one chain of additions per slot.
@@ -228,7 +250,7 @@ struct NormFwd {
       for (int j = 1; j < kN; ++j) sums[0] += sums[j];
       return LaneReduce(sums[0], width, add);
     };
-    if (!center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
+    if (!v.center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
     const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) * inverse;
     const auto deviation = [&](Acc s, const Slot& slot) { return s - (!kSome && slot.skipped ? Acc(0) : mean); };
     const Acc squares = sum_of([&](Acc s, const Slot& slot) {
@@ -241,35 +263,44 @@ struct NormFwd {
     return {count, mean + shift, fmax(fma(-rest, shift, squares), Acc(0))};
   }
 
-  template <typename Variant>
-  __device__ __forceinline__ void Prepare(Variant, Slot&, const Partial&) const {}
+  template <typename V>
+  __device__ __forceinline__ void Prepare(V, Slot&, const Partial&) const {}
 
   // Without an element that counts, 0 / 0.
-  template <typename Variant>
-  __device__ __forceinline__ Final Finish(Variant, const Partial& total) const {
+  template <typename V>
+  __device__ __forceinline__ Final Finish(V, const Partial& total) const {
     return {total.count == 0 ? Acc(NAN) : total.mean,
             InverseSqrt(fma(total.squares, Reciprocal(total.count), epsilon))};
   }
 
-  template <typename Variant>
-  __device__ __forceinline__ void Store(Variant center, const Row& row, int slot, const Slot& kept,
-                                        const Final& final) const {
+  template <typename V>
+  __device__ __forceinline__ void LoadForStore(V v, const Row& row, int slot, Slot& out) const {
     const int first = row.grid.First(slot);
-    Acc out[kVec], factor[kVec], shift[kVec];
-    if (row.scale != nullptr) scale.template Load<kMode == Mode::kPlain>(row.scale, first, cols, factor);
-    if (row.bias != nullptr) bias.template Load<kMode == Mode::kPlain>(row.bias, first, cols, shift);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      out.factor[i] = 1;
+      out.shift[i] = 0;
+    }
+    if (scale.data != nullptr) {
+      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(v.narrow, row.scale, first, cols, out.factor);
+      if (kGeneral || !v.center) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.factor[i] += scale_offset;
+      }
+    }
+    if (bias.data != nullptr) {
+      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(v.narrow, row.bias, first, cols, out.shift);
+    }
+  }
+
+  template <typename V>
+  __device__ __forceinline__ void Store(V v, const Row& row, int slot, const Slot& kept, const Final& final) const {
+    const int first = row.grid.First(slot);
+    Acc out[kVec];
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       const Acc s = ToAcc(kept.s.v[i]);
-      out[i] = (center ? s - final.mean : s) * final.rstd;
-    }
-    if (row.scale != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) out[i] *= factor[i] + scale_offset;
-    }
-    if (row.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) out[i] += shift[i];
+      out[i] = fma((v.center ? s - final.mean : s) * final.rstd, kept.factor[i], kept.shift[i]);
     }
     StoreSlot(row.y, row.grid, first, out);
     if (Has(1)) StoreSum(row, first, kept.s);
@@ -287,10 +318,10 @@ struct NormFwd {
     }
   }
 
-  template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant center, int64_t index, const Partial& total) const {
-    const Final final = Finish(center, total);
-    if (center) mean[index] = final.mean;
+  template <typename V>
+  __device__ __forceinline__ void StoreRow(V v, int64_t index, const Partial& total) const {
+    const Final final = Finish(v, total);
+    if (v.center) mean[index] = final.mean;
     rstd[index] = final.rstd;
   }
 };
@@ -305,7 +336,8 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
     const char* const name = "norm_fwd";
     using General = NormFwd<T, Mode::kGeneral>;
     const General general(args);
-    bool full = !args.mask;
+    // Only kGeneral knows an offset together with centring, which no operation has.
+    bool full = !args.mask && !(args.center && args.scale_offset != 0);
     for (const Operand* input : {&args.x, &args.residual}) {
       full = full && IsVecAligned(input->data) && (!*input || input->elements == shape.size());
     }

@@ -40,6 +40,7 @@
 //                                           row if there are several
 //   void Prepare(v, Slot&, Partial total)   bring a freshly decoded slot to the state that Reduce leaves
 //   Final Finish(v, Partial total)
+//   void LoadForStore(v, row, slot, Slot&)  what only Store needs, into the slot; called for several slots, then Store
 //   void Store(v, row, slot, Slot, Final)
 //   void StoreRow(v, int64_t row, Partial total)   called by one thread for each row
 //   int64_t rows
@@ -160,7 +161,10 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_const
     const auto final = op.Finish(variant, total);
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
-      if (const int slot = lane + j * lanes; slot < slots) op.Store(variant, row, slot, kept[j], final);
+      if (const int slot = lane + j * lanes; slot < slots) {
+        op.LoadForStore(variant, row, slot, kept[j]);
+        op.Store(variant, row, slot, kept[j], final);
+      }
     }
   });
 }
@@ -204,6 +208,8 @@ __device__ __forceinline__ void StoreSlots(const Op& op, Variant variant, const 
                                            int end, int step, Fetch fetch, const typename Op::Partial& total) {
   const auto final = op.Finish(variant, total);
   ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
+#pragma unroll
+    for (int j = 0; j < kN; ++j) op.LoadForStore(variant, row, base + j * step, kept[j]);
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
       op.Prepare(variant, kept[j], total);

@@ -157,6 +157,9 @@ struct SoftmaxBwd {
   }
 
   template <typename Variant>
+  __device__ __forceinline__ void LoadForStore(Variant, const Row&, int, Slot&) const {}
+
+  template <typename Variant>
   __device__ __forceinline__ void Store(Variant form, const Row& row, int slot, const Slot& kept,
                                         const Final& final) const {
     Acc result[kVec];

@@ -209,6 +209,9 @@ struct SoftmaxFwd {
   }
 
   template <typename Variant>
+  __device__ __forceinline__ void LoadForStore(Variant, const Row&, int, Slot&) const {}
+
+  template <typename Variant>
   __device__ __forceinline__ void Store(Variant log, const Row& row, int slot, const Slot& kept,
                                         const Final& final) const {
     Acc out[kVec];

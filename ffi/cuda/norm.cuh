@@ -79,9 +79,10 @@ struct DeviceParameter {
 
   bool VecAligned() const { return IsVecAligned(data) && group_bytes % kVecBytes == 0; }
 
-  // nullptr if there are none.
   __device__ __forceinline__ const void* Row(int64_t group) const {
-    return static_cast<const char*>(data) + group * group_bytes;
+    const char* row = static_cast<const char*>(data) + group * group_bytes;
+    asm("" : "+l"(row));  // else the compiler computes it again for each slot
+    return row;
   }
 
   template <bool kAligned, typename Narrow>

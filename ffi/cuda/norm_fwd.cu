@@ -166,8 +166,10 @@ struct NormFwd {
 
   template <bool kEdges>
   __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<NormFwd>& raw, Slot& out) const {
-    out.s = raw.in[0];
-    if (Has(1)) out.s = AddRounded(raw.in[0], raw.in[1]);
+    // As words: a condition on a vector of 16-bit elements is compiled to one selection for each of them.
+    auto words = std::bit_cast<uint4>(raw.in[0]);
+    if (Has(1)) words = std::bit_cast<uint4>(AddRounded(raw.in[0], raw.in[1]));
+    out.s = std::bit_cast<Vec<T, kVec>>(words);
     out.skipped = 0;
     if constexpr (kMode == Mode::kPlain) {
       if (kEdges && slot >= row.grid.Slots()) out.skipped = kAllElements;

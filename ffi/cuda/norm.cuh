@@ -12,6 +12,20 @@ struct Words {
   uint32_t w[kCount];
 };
 
+// All elements, in the arithmetic's dtype. By words, bfloat16 takes one instruction for each.
+template <typename U, int N>
+__device__ __forceinline__ void ToAccAll(const Vec<U, N>& from, AccT<U> (&to)[N]) {
+  if constexpr (std::is_same_v<U, __nv_bfloat16>) {
+    const auto words = std::bit_cast<Words<N / 2>>(from);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      to[i] = __uint_as_float(i % 2 == 0 ? words.w[i / 2] << 16 : words.w[i / 2] & 0xffff0000);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = ToAcc(from.v[i]);
+  }
+}
+
 // Moves words to places lower by kStep, where `shift`.
 template <int kStep, int kCount>
 __device__ __forceinline__ void ShiftWords(uint32_t (&words)[kCount], bool shift) {
@@ -63,8 +77,7 @@ __device__ __forceinline__ void LoadParameters(const U* row, int first, int cols
       loaded.v[i] = first + i >= 0 && first + i < cols ? row[first + i] : FromAcc<U>(AccT<U>(0));
     }
   }
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = ToAcc(loaded.v[i]);
+  ToAccAll(loaded, values);
 }
 
 // Scale or bias of a call on arrays of T: one row of T (narrow) or of the arithmetic's dtype for each group, or for all.

@@ -95,7 +95,13 @@ struct NormBwd {
     OperandRow<T> in[kMaxArrays];
     OperandRow<bool> mask;
     T* dx;
-    Acc shift, rstd;  // xhat = x * rstd + shift
+    Acc mean, rstd;
+
+    // For the 16-bit types one instruction, whose error at large means is below what they resolve.
+    __device__ __forceinline__ Acc Xhat(T x) const {
+      if constexpr (sizeof(T) == 2) return fma(ToAcc(x), rstd, -mean * rstd);
+      return (ToAcc(x) - mean) * rstd;
+    }
   };
 
   // On the grid of 16-byte slots of the dense arrays, which are aligned (kRagged), or of the columns (kGeneral).
@@ -197,7 +203,7 @@ struct NormBwd {
     }
   }
 
-  // What the results of a row need of its sums.
+  // What the results of a row need of its sums: dx = rstd * (w - (c1 + xhat * c2)).
   struct Final {
     Acc c1, c2;
   };
@@ -216,17 +222,20 @@ struct NormBwd {
     }
   }
 
-  // dx of one slot, in place of dsum (or 0).
   __device__ __forceinline__ void Dx(const Row& row, int first, const V& xs, const V& gs, const Acc (&sc)[kVec],
                                      const Final& final, Acc (&out)[kVec]) const {
     const unsigned keep = Keep(row, first);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const Acc xhat = fma(ToAcc(xs.v[i]), row.rstd, row.shift);
-      Acc inner = fma(xhat, final.c2, final.c1);
+      Acc inner = fma(row.Xhat(xs.v[i]), final.c2, final.c1);
       if (kGeneral && !(keep >> i & 1)) inner = 0;
-      out[i] += fma(ToAcc(gs.v[i]), sc[i], -inner) * row.rstd;
+      out[i] = fma(ToAcc(gs.v[i]), sc[i], -inner) * row.rstd;
     }
+  }
+
+  __device__ __forceinline__ static void Add(const V& values, Acc (&out)[kVec]) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) out[i] += ToAcc(values.v[i]);
   }
 };
 
@@ -237,6 +246,7 @@ inline constexpr int kBlockThreads = 256;  // or twice as many for one long row
 struct NormBwdPlan {
   int blocks = 1;            // or clusters, for each group
   int threads_per_row = 32;  // a power of two up to 32, or whole warps
+  int merge_width = 1;       // warps of a row, up to a power of two
   int rows_per_block = 1;
   int cluster = 1;
   int part_slots = 0;  // of a row per block
@@ -253,15 +263,16 @@ __device__ __forceinline__ Sums MergeNormRow(Sums value, const NormBwdPlan& plan
                                              RowShared<Sums>& shared) {
   value = Sums::MergeLanes(value, min(plan.threads_per_row, kWarp));
   if (plan.threads_per_row > kWarp) {
-    const int lane = threadIdx.x % kWarp, warps = plan.threads_per_row / kWarp;
-    if (lane == 0) shared.warps[threadIdx.x / kWarp] = value;
+    const int warps = plan.threads_per_row / kWarp, lane = threadIdx.x % kWarp % plan.merge_width;
+    if (threadIdx.x % kWarp == 0) shared.warps[threadIdx.x / kWarp] = value;
     RowBarrier(group, plan.threads_per_row);
-    value = Sums::MergeLanes(lane < warps ? shared.warps[group * warps + lane] : Sums::Identity(), kWarp);
+    value = Sums::MergeLanes(lane < warps ? shared.warps[group * warps + lane] : Sums::Identity(), plan.merge_width);
     if (plan.cluster > 1) {
       if (threadIdx.x < plan.cluster) StoreToPeer(&shared.blocks[rank], threadIdx.x, value);
       ClusterArrive();
       ClusterWait();
-      value = Sums::MergeLanes(lane < plan.cluster ? shared.blocks[lane] : Sums::Identity(), kWarp);
+      const int peer = threadIdx.x % kMaxPortableCluster;
+      value = Sums::MergeLanes(peer < plan.cluster ? shared.blocks[peer] : Sums::Identity(), kMaxPortableCluster);
     }
   }
   return value;
@@ -359,8 +370,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   int place = 0, turn = 0;
   for (; block_row < op.rows_per_group; block_row += step) {
     typename Op::Row row = op.Begin(base + block_row, true, skew);
+    row.mean = mean;
     row.rstd = rstd;
-    row.shift = -mean * rstd;
     op.Statistics(base + block_row + step, inside(block_row + step), &mean, &rstd);
     if (plan.stages == 3) {
       CopyWait<2>();
@@ -378,7 +389,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       scale_of(j, sc);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const Acc xhat = fma(ToAcc(xs.v[i]), row.rstd, row.shift), g = ToAcc(gs.v[i]), w = g * sc[i];
+        const Acc xhat = row.Xhat(xs.v[i]), g = ToAcc(gs.v[i]), w = g * sc[i];
         dbias[j][i] += g;
         dscale[j][i] = fma(g, xhat, dscale[j][i]);
         sums.v[kW] += w;
@@ -396,9 +407,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         if (j >= active) continue;
         Acc sc[kVec], out[kVec];
         scale_of(j, sc);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) out[i] = op.arrays == kMaxArrays ? ToAcc(at(place, j, 2).v[i]) : Acc(0);
         op.Dx(row, first_of(j), at(place, j, 0), at(place, j, 1), sc, final, out);
+        if (op.arrays == kMaxArrays) op.Add(at(place, j, 2), out);
         op.Store(row.dx, first_of(j), out);
         OneSlotAtATime();
       }
@@ -499,9 +509,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int64_t index = plan.first_row + blockIdx.x / plan.chunks;
   const int skew = op.Skew(index);
   typename Op::Row row = op.Begin(index, true, skew);
-  Acc mean;
-  op.Statistics(index, true, &mean, &row.rstd);
-  row.shift = -mean * row.rstd;
+  op.Statistics(index, true, &row.mean, &row.rstd);
   const int begin = static_cast<int>(blockIdx.x % plan.chunks) * plan.chunk_slots;
   const int end = min(begin + plan.chunk_slots, row.slots);
   auto own = Op::Sums::Identity();
@@ -514,7 +522,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     op.Scale(index / op.rows_per_group, first, sc);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const Acc xhat = fma(ToAcc(xs.v[i]), row.rstd, row.shift), w = ToAcc(gs.v[i]) * sc[i];
+      const Acc xhat = row.Xhat(xs.v[i]), w = ToAcc(gs.v[i]) * sc[i];
       own.v[kW] += w;
       own.v[kProduct] = fma(w, xhat, own.v[kProduct]);
     }
@@ -545,18 +553,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int64_t r = part % plan.slices; r < plan.rows; r += plan.slices) {
     const int64_t in_launch = group * plan.rows + r, index = plan.first_row + in_launch;
     typename Op::Row row = op.Begin(index, true, 0);
-    V xs, gs;
-    Acc out[kVec];
+    V xs, gs, added;
     if (active) {
       xs = op.Inside(row.in[0].template Load<kVec>(first), first);
       gs = op.Inside(row.in[1].template Load<kVec>(first), first);
-      const V added = op.arrays == kMaxArrays ? row.in[2].template Load<kVec>(first) : V();
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) out[i] = op.arrays == kMaxArrays ? ToAcc(added.v[i]) : Acc(0);
+      if (op.arrays == kMaxArrays) added = row.in[2].template Load<kVec>(first);
     }
-    Acc mean;
-    op.Statistics(index, true, &mean, &row.rstd);
-    row.shift = -mean * row.rstd;
+    op.Statistics(index, true, &row.mean, &row.rstd);
     auto total = Op::Sums::Identity();
     if (op.need_x) {  // each warp by itself
       for (int c = threadIdx.x % kWarp; c < plan.chunks; c += kWarp) {
@@ -573,10 +576,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int i = 0; i < kVec; ++i) {
       const Acc g = ToAcc(gs.v[i]);
       dbias[i] += g;
-      dscale[i] = fma(g, fma(ToAcc(xs.v[i]), row.rstd, row.shift), dscale[i]);
+      dscale[i] = fma(g, row.Xhat(xs.v[i]), dscale[i]);
     }
     if (op.need_x) {
+      Acc out[kVec];
       op.Dx(row, first, xs, gs, sc, op.Finish(total), out);
+      if (op.arrays == kMaxArrays) op.Add(added, out);
       op.Store(row.dx, first, out);
     }
   }
@@ -665,6 +670,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
   const int64_t wanted = CeilDiv(plan.part_slots, Op::kSlots);
   plan.threads_per_row = static_cast<int>(wanted > kWarp ? CeilDiv(wanted, kWarp) * kWarp : NextPowerOfTwo(wanted));
+  plan.merge_width = NextPowerOfTwo(CeilDiv(plan.threads_per_row, kWarp));
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   const int threads = plan.threads_per_row * plan.rows_per_block;
   const int padded = static_cast<int>(CeilDiv(threads, kBlockThreads) * kBlockThreads);

@@ -84,7 +84,7 @@ struct NormFwd {
   static constexpr int kInputs = 2;        // x, residual
   static constexpr int kColumnInputs = 1;  // x
   static constexpr int kSlotsPerThread = 8;
-  static constexpr int kUnroll = kGeneral ? 1 : sizeof(T) == 2 ? 1 : 2;  // as registers allow
+  static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 
   int64_t rows;
@@ -235,6 +235,9 @@ struct NormFwd {
   __device__ __forceinline__ Partial ReduceSlots(V v, const Slot (&slots)[kN], int width, Acc count,
                                                  Acc inverse) const {
     const auto add = [](Acc a, Acc b) { return a + b; };
+    Acc values[kN][kVec];
+#pragma unroll
+    for (int j = 0; j < kN; ++j) ToAccAll(slots[j].s, values[j]);
     // The sum of f(element, slot), one chain of additions per slot.
     const auto sum_of = [&](auto f) {
       Acc sums[kN];
@@ -244,7 +247,7 @@ struct NormFwd {
       for (int i = 0; i < kVec; ++i) {
 #pragma unroll
         for (int j = 0; j < kN; ++j) {
-          const Acc term = f(ToAcc(slots[j].s.v[i]), slots[j]);
+          const Acc term = f(values[j][i], slots[j]);
           sums[j] += kSome && (slots[j].skipped >> i & 1) ? Acc(0) : term;
         }
       }
@@ -261,8 +264,8 @@ struct NormFwd {
     });
     if constexpr (sizeof(T) == 2) return {count, mean, squares};  // the mean of few 16-bit numbers is exact enough
     // The mean was rounded; that of the deviations corrects it, and the sum of squares.
-    const Acc rest = sum_of(deviation), shift = rest * inverse;
-    return {count, mean + shift, fmax(fma(-rest, shift, squares), Acc(0))};
+    const Acc rest = sum_of(deviation), shift = rest * inverse, corrected = fma(-rest, shift, squares);
+    return {count, mean + shift, corrected < 0 ? Acc(0) : corrected};  // not fmax, which would drop NaN
   }
 
   template <typename V>
@@ -278,6 +281,12 @@ struct NormFwd {
   template <typename V>
   __device__ __forceinline__ void LoadForStore(V v, const Row& row, int slot, Slot& out) const {
     const int first = row.grid.First(slot);
+    if constexpr (sizeof(T) < sizeof(Acc)) {
+      // Else the Warp tier keeps the elements as Acc from the reduction on, in twice the registers.
+      auto words = std::bit_cast<uint4>(out.s);
+      asm("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+      out.s = std::bit_cast<Vec<T, kVec>>(words);
+    }
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       out.factor[i] = 1;
@@ -298,11 +307,11 @@ struct NormFwd {
   template <typename V>
   __device__ __forceinline__ void Store(V v, const Row& row, int slot, const Slot& kept, const Final& final) const {
     const int first = row.grid.First(slot);
-    Acc out[kVec];
+    Acc s[kVec], out[kVec];
+    ToAccAll(kept.s, s);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const Acc s = ToAcc(kept.s.v[i]);
-      out[i] = fma((v.center ? s - final.mean : s) * final.rstd, kept.factor[i], kept.shift[i]);
+      out[i] = fma((v.center ? s[i] - final.mean : s[i]) * final.rstd, kept.factor[i], kept.shift[i]);
     }
     StoreSlot(row.y, row.grid, first, out);
     if (Has(1)) StoreSum(row, first, kept.s);
@@ -367,12 +376,12 @@ ffi::Error NormFwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingA
   JAXNORM_RETURN_IF_ERROR(
       ParseNormFwd(x, rest, *y, results, axis, groups, center, epsilon, scale_offset, operands, &args));
   // The sum, the mean, rstd, and last the scratch of rows that are split.
-  size_t next = (args.sum != nullptr ? 1 : 0) + (center ? 1 : 0) + 1;
-  ffi::AnyBuffer scratch = x;
-  JAXNORM_RETURN_IF_ERROR(norm_internal::Next(results, &next, &scratch));
+  const size_t outputs = (args.sum != nullptr ? 1 : 0) + (center ? 1 : 0) + 1;
+  auto scratch = results.get<ffi::AnyBuffer>(outputs);
+  if (scratch.has_error()) return scratch.error();
   const int64_t rows = args.shape.rows();
   if (rows == 0) return ffi::Error::Success();
-  if (args.shape.cols > 0) return LaunchNormFwd(stream, args, scratch);
+  if (args.shape.cols > 0) return LaunchNormFwd(stream, args, **scratch);
   for (void* statistic : {args.mean, args.rstd}) {
     if (statistic == nullptr) continue;
     const size_t bytes = rows * (args.dtype == ffi::F64 ? sizeof(double) : sizeof(float));

@@ -61,10 +61,12 @@ struct Moments {
     return {count, fma(delta, weight, a.mean), fma(delta, delta * (a.count * weight), a.squares + b.squares)};
   }
 
-  // All lanes at once, from the first one's mean: sums, unlike Merge, give all lanes the same bits.
+  // All lanes at once: sums, unlike Merge, give all of them the same bits. Means are summed as distances from that of the
+  // first lane which has any, so that equal ones stay as they are.
   static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
     const auto add = [](Acc a, Acc b) { return a + b; };
-    const Acc pivot = __shfl_sync(kAllLanes, p.mean, 0, width);
+    const unsigned counting = __ballot_sync(kAllLanes, p.count != 0) >> (threadIdx.x % kWarp & -width);
+    const Acc pivot = __shfl_sync(kAllLanes, p.mean, __ffs(counting) - 1, width);
     const Acc count = LaneReduce(p.count, width, add);
     const Acc shift = LaneReduce(p.count * (p.mean - pivot), width, add) * Inverse(count);
     const Acc mean = pivot + shift, delta = p.mean - mean;
@@ -94,7 +96,7 @@ struct NormFwd {
   DeviceParameter<T> scale, bias;
   T *y, *sum;
   Acc *mean, *rstd;
-  Acc inverse_cols, epsilon, scale_offset;
+  Acc epsilon, scale_offset;
   int64_t rows_per_group;
   bool grouped, center, narrow;
 
@@ -104,22 +106,23 @@ struct NormFwd {
         x(args.x, rows),
         residual(args.residual, rows),
         where(args.mask, rows),
-        scale(args.scale, Narrow(args)),
-        bias(args.bias, Narrow(args)),
+        scale(args.scale, NarrowParameters(args)),
+        bias(args.bias, NarrowParameters(args)),
         y(static_cast<T*>(args.y)),
         sum(static_cast<T*>(args.sum)),
         mean(static_cast<Acc*>(args.mean)),
         rstd(static_cast<Acc*>(args.rstd)),
-        inverse_cols(1 / static_cast<Acc>(cols)),
         epsilon(static_cast<Acc>(args.epsilon)),
         scale_offset(static_cast<Acc>(args.scale_offset)),
         rows_per_group(args.shape.rows_per_group),
         grouped(args.shape.groups > 1),
         center(args.center),
-        narrow(Narrow(args)) {}
+        narrow(NarrowParameters(args)) {}
 
   // Whether scale and bias are T, and that is not the arithmetic's dtype.
-  static bool Narrow(const NormFwdArgs& args) { return !std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype; }
+  static bool NarrowParameters(const NormFwdArgs& args) {
+    return !std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype;
+  }
 
   struct Row {
     T* y;
@@ -215,25 +218,25 @@ struct NormFwd {
   __device__ __forceinline__ Partial Reduce(V v, Slot (&slots)[kN], int width) const {
     if constexpr (kMode == Mode::kPlain) {
       // One lane alone has nothing but elements of the row.
-      if (width > 1) return ReduceSlots<false>(v, slots, width, static_cast<Acc>(cols), inverse_cols);
-      return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
+      if (width > 1) return ReduceSlots<false>(v, slots, width, static_cast<Acc>(cols));
+      return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec));
     } else {
       unsigned any = 0;
 #pragma unroll
       for (int j = 0; j < kN; ++j) any |= slots[j].skipped;
-      if (any == 0) return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec), Acc(1) / (kN * kVec));
+      if (any == 0) return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec));
       int count = kN * kVec;
 #pragma unroll
       for (int j = 0; j < kN; ++j) count -= __popc(slots[j].skipped);
-      return ReduceSlots<true>(v, slots, 1, static_cast<Acc>(count), Partial::Inverse(static_cast<Acc>(count)));
+      if (count == 0) return Partial::Identity();
+      return ReduceSlots<true>(v, slots, 1, static_cast<Acc>(count));
     }
   }
 
   // In two passes over registers. kSome: some elements of slots do not count; otherwise either all do, or none, and then
   // they are 0.
   template <bool kSome, typename V, int kN>
-  __device__ __forceinline__ Partial ReduceSlots(V v, const Slot (&slots)[kN], int width, Acc count,
-                                                 Acc inverse) const {
+  __device__ __forceinline__ Partial ReduceSlots(V v, const Slot (&slots)[kN], int width, Acc count) const {
     const auto add = [](Acc a, Acc b) { return a + b; };
     Acc values[kN][kVec];
 #pragma unroll
@@ -256,7 +259,9 @@ struct NormFwd {
       return LaneReduce(sums[0], width, add);
     };
     if (!v.center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
-    const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) * inverse;
+    // Divided (by a power of two mostly), not multiplied by an inverse: the mean of equal numbers is that number, and their
+    // variance 0.
+    const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) / count;
     const auto deviation = [&](Acc s, const Slot& slot) { return s - (!kSome && slot.skipped ? Acc(0) : mean); };
     const Acc squares = sum_of([&](Acc s, const Slot& slot) {
       const Acc d = deviation(s, slot);
@@ -264,7 +269,7 @@ struct NormFwd {
     });
     if constexpr (sizeof(T) == 2) return {count, mean, squares};  // the mean of few 16-bit numbers is exact enough
     // The mean was rounded; that of the deviations corrects it, and the sum of squares.
-    const Acc rest = sum_of(deviation), shift = rest * inverse, corrected = fma(-rest, shift, squares);
+    const Acc rest = sum_of(deviation), shift = rest / count, corrected = fma(-rest, shift, squares);
     return {count, mean + shift, corrected < 0 ? Acc(0) : corrected};  // not fmax, which would drop NaN
   }
 
@@ -344,7 +349,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
   const DeviceInfo* device;
   JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> ffi::Error {
-    const char* const name = "norm_fwd";
+    constexpr const char* name = "norm_fwd";
     using General = NormFwd<T, Mode::kGeneral>;
     const General general(args);
     // Only kGeneral knows an offset together with centring, which no operation has.

@@ -1,4 +1,4 @@
-// What layer_norm and rms_norm forward and backward share: the parameters of a row.
+// Parameters of layer_norm and rms_norm: loading a slot's share of scale or bias, however it lies.
 #ifndef JAXNORM_CUDA_NORM_CUH_
 #define JAXNORM_CUDA_NORM_CUH_
 
@@ -80,7 +80,8 @@ __device__ __forceinline__ void LoadParameters(const U* row, int first, int cols
   ToAccAll(loaded, values);
 }
 
-// Scale or bias of a call on arrays of T: one row of T (narrow) or of the arithmetic's dtype for each group, or for all.
+// Scale or bias of a call on arrays of T: one row of T (narrow) or of the arithmetic's dtype for each group, or for
+// all of them.
 template <typename T>
 struct DeviceParameter {
   const void* data = nullptr;

@@ -1,5 +1,5 @@
-// layer_norm and rms_norm, forward: x (and the residual) read once, y (and the sum) written once, and one or two numbers
-// per row.
+// layer_norm and rms_norm, forward: x (and the residual) read once, y (and the sum) written once, and one or two
+// numbers per row.
 #include <cmath>
 
 #include "norm.cuh"
@@ -61,8 +61,8 @@ struct Moments {
     return {count, fma(delta, weight, a.mean), fma(delta, delta * (a.count * weight), a.squares + b.squares)};
   }
 
-  // All lanes at once: sums, unlike Merge, give all of them the same bits. Means are summed as distances from that of the
-  // first lane which has any, so that equal ones stay as they are.
+  // All lanes at once: sums, unlike Merge, give all of them the same bits. Means are summed as distances from that of
+  // the first lane which has any, so that equal ones stay as they are.
   static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
     const auto add = [](Acc a, Acc b) { return a + b; };
     const unsigned counting = __ballot_sync(kAllLanes, p.count != 0) >> (threadIdx.x % kWarp & -width);
@@ -233,8 +233,8 @@ struct NormFwd {
     }
   }
 
-  // In two passes over registers. kSome: some elements of slots do not count; otherwise either all do, or none, and then
-  // they are 0.
+  // In two passes over registers. kSome: some elements of slots do not count; otherwise either all of a slot do, or
+  // none, and then they are 0.
   template <bool kSome, typename V, int kN>
   __device__ __forceinline__ Partial ReduceSlots(V v, const Slot (&slots)[kN], int width, Acc count) const {
     const auto add = [](Acc a, Acc b) { return a + b; };
@@ -259,8 +259,8 @@ struct NormFwd {
       return LaneReduce(sums[0], width, add);
     };
     if (!v.center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
-    // Divided (by a power of two mostly), not multiplied by an inverse: the mean of equal numbers is that number, and their
-    // variance 0.
+    // Divided (by a power of two mostly), not multiplied by an inverse: the mean of equal numbers is that number, and
+    // their variance 0.
     const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) / count;
     const auto deviation = [&](Acc s, const Slot& slot) { return s - (!kSome && slot.skipped ? Acc(0) : mean); };
     const Acc squares = sum_of([&](Acc s, const Slot& slot) {

@@ -33,11 +33,11 @@
 //   WithVariant(f)                          calls f(v) once with what kernels should be compiled for separately, as a
 //                                           constant; the same v is handed to the functions below
 //   struct Slot                             what is kept of one slot between reduction and store
-//   void Decode<kEdges>(row, slot, RawSlot, Slot&)   to arithmetic; kEdges: elements outside the row may be anything and
-//                                           become neutral; in kPlain: the slot may lie outside the row, and is neutral
+//   void Decode<kEdges>(row, slot, RawSlot, Slot&)   to arithmetic; kEdges: elements outside the row may be anything
+//                                           and become neutral; in kPlain: the slot may lie outside, and is neutral
 //   static T NeutralInput()                 what a row is padded with instead (kPlain, kRagged)
-//   template <int kN> Partial Reduce(v, Slot(&)[kN], int width)   of the slots and of `width` lanes; these hold the whole
-//                                           row if there are several
+//   template <int kN> Partial Reduce(v, Slot(&)[kN], int width)   of the slots and of `width` lanes, which hold the
+//                                           whole row if there are several
 //   void Prepare(v, Slot&, Partial total)   bring a freshly decoded slot to the state that Reduce leaves
 //   Final Finish(v, Partial total)
 //   void LoadForStore(v, row, slot, Slot&)  what only Store needs, into the slot; called for several slots, then Store

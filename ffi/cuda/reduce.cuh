@@ -47,16 +47,17 @@ __device__ __forceinline__ P ShuffleXor(P value, int offset) {
 // instead would have to make the values visible, and waits for all stores to global memory in the process: the results
 // of the row before.
 
-// Prepares `count` barriers in shared memory, and tells the peers so. To be paired with ClusterWait, after which every
-// peer is running and can be sent to.
-__device__ __forceinline__ void ClusterStart(uint64_t* barriers, int count) {
+// Prepares barriers in shared memory, and tells the peers so. To be paired with ClusterWait, after which every peer is
+// running and can be sent to.
+template <typename... Barrier>
+__device__ __forceinline__ void ClusterStart(Barrier*... barriers) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (int i = 0; i < count; ++i) {
-      asm volatile(
-          "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barriers + i)))
-          : "memory");
-    }
+    const auto init = [](uint64_t* barrier) {
+      const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+    };
+    (init(barriers), ...);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();

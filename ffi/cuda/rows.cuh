@@ -33,13 +33,16 @@
 //   WithVariant(f)                          calls f(v) once with what kernels should be compiled for separately, as a
 //                                           constant; the same v is handed to the functions below
 //   struct Slot                             what is kept of one slot between reduction and store
-//   void Decode<kEdges>(row, slot, RawSlot, Slot&)   to arithmetic; kEdges: elements outside the row may be anything and
-//                                           become neutral
+//   void Decode<kEdges>(row, slot, RawSlot, Slot&)   to arithmetic; kEdges: elements outside the row may be anything
+//                                           and become neutral; in kPlain: the slot may lie outside, and is neutral
 //   static T NeutralInput()                 what a row is padded with instead (kPlain, kRagged)
-//   template <int kN> Partial Reduce(v, Slot(&)[kN], int width)   of the slots and of `width` lanes
+//   template <int kN> Partial Reduce(v, Slot(&)[kN], int width)   of the slots and of `width` lanes, which hold the
+//                                           whole row if there are several
 //   void Prepare(v, Slot&, Partial total)   bring a freshly decoded slot to the state that Reduce leaves
 //   Final Finish(v, Partial total)
+//   void LoadForStore(v, row, slot, Slot&)  what only Store needs, into the slot; called for several slots, then Store
 //   void Store(v, row, slot, Slot, Final)
+//   void StoreRow(v, int64_t row, Partial total)   called by one thread for each row
 //   int64_t rows
 #ifndef JAXNORM_CUDA_ROWS_CUH_
 #define JAXNORM_CUDA_ROWS_CUH_
@@ -99,8 +102,7 @@ __device__ __forceinline__ void CopySlotAsync(Vec<T, kVecSize<T>>* shared, const
 
 template <typename T, Mode kMode>
 __device__ __forceinline__ void StoreSlot(T* row, const SlotGrid<T, kMode>& grid, int first,
-                                          const AccT<T> (&values)[kVecSize<T>]) {
-  const Vec<T, kVecSize<T>> rounded = RoundVec<T>(values);
+                                          const Vec<T, kVecSize<T>>& rounded) {
   if (grid.Whole(first)) {  // the grid is that of the row that is written, so this is aligned
     jaxnorm::Store(row + first, rounded);
   } else {
@@ -109,6 +111,12 @@ __device__ __forceinline__ void StoreSlot(T* row, const SlotGrid<T, kMode>& grid
       if (first + i >= 0 && first + i < grid.cols) row[first + i] = rounded.v[i];
     }
   }
+}
+
+template <typename T, Mode kMode>
+__device__ __forceinline__ void StoreSlot(T* row, const SlotGrid<T, kMode>& grid, int first,
+                                          const AccT<T> (&values)[kVecSize<T>]) {
+  StoreSlot(row, grid, first, RoundVec<T>(values));
 }
 
 // ---- Warp tier ----
@@ -138,7 +146,7 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_const
     for (int k = 0; k < Op::kInputs; ++k) {
       // As words: a condition on a vector of 16-bit elements is compiled to one selection for each of them.
       uint4 words = SplatWords(Op::NeutralInput());
-      if (const int slot = lane + j * lanes; slot < slots) {
+      if (const int slot = lane + j * lanes; slot < slots && op.Has(k)) {
         words = std::bit_cast<uint4>(jaxnorm::Load(op.Input(row, k).row + row.grid.First(slot)));
       }
       raw[j].in[k] = std::bit_cast<Vec<T, kVecSize<T>>>(words);
@@ -147,12 +155,16 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_const
   op.WithVariant([&](auto variant) {
     typename Op::Slot kept[kItems];
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) op.template Decode<false>(row, lane + j * lanes, raw[j], kept[j]);
+    for (int j = 0; j < kItems; ++j) op.template Decode<true>(row, lane + j * lanes, raw[j], kept[j]);
     const typename Op::Partial total = op.Reduce(variant, kept, lanes);
+    if (inside && lane == 0) op.StoreRow(variant, index, total);
     const auto final = op.Finish(variant, total);
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
-      if (const int slot = lane + j * lanes; slot < slots) op.Store(variant, row, slot, kept[j], final);
+      if (const int slot = lane + j * lanes; slot < slots) {
+        op.LoadForStore(variant, row, slot, kept[j]);
+        op.Store(variant, row, slot, kept[j], final);
+      }
     }
   });
 }
@@ -196,6 +208,8 @@ __device__ __forceinline__ void StoreSlots(const Op& op, Variant variant, const 
                                            int end, int step, Fetch fetch, const typename Op::Partial& total) {
   const auto final = op.Finish(variant, total);
   ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
+#pragma unroll
+    for (int j = 0; j < kN; ++j) op.LoadForStore(variant, row, base + j * step, kept[j]);
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
       op.Prepare(variant, kept[j], total);
@@ -245,7 +259,8 @@ struct Stage {
     const int first = row.grid.First(slot);
 #pragma unroll
     for (int k = 0; k < Op::kInputs; ++k) {
-      T* const element = At(slot, k).v;
+      if (!op.Has(k)) continue;
+      T* const element = At(slot, op.Place(k)).v;
       for (int i = 0; i < -first; ++i) element[i] = Op::NeutralInput();
       for (int i = row.grid.cols - first; i < kVecSize<T>; ++i) element[i] = Op::NeutralInput();
     }
@@ -327,7 +342,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
     group = threadIdx.x / threads;
     index = index * plan.rows_per_block + group;
   } else if (plan.cluster > 1) {
-    ClusterStart(&shared.barrier, 1);
+    ClusterStart(&shared.barrier);
     index = blockIdx.x / plan.cluster;
     rank = blockIdx.x % plan.cluster;
   }
@@ -342,6 +357,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   op.WithVariant([&](auto variant) {
     auto total = MergeWarps(stage.ReduceHalves(variant), threads / kWarp, shared);
     if (plan.cluster > 1) total = MergeBlocks(total, plan.cluster, rank, shared);
+    if (inside && rank == 0 && thread == 0) op.StoreRow(variant, index, total);
     stage.Store(variant, total);
   });
 }
@@ -396,7 +412,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const Partial total = MergeWarps(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, shared);
   CopyWait<0>();
   stage.PadEdges(stage.begin, stage.end);
-  op.WithVariant([&](auto variant) { stage.Store(variant, total); });
+  op.WithVariant([&](auto variant) {
+    if (stage.begin == 0 && threadIdx.x == 0) op.StoreRow(variant, plan.first_row + item / plan.chunks, total);
+    stage.Store(variant, total);
+  });
 }
 
 // ---- Choosing ----

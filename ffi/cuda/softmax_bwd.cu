@@ -157,6 +157,9 @@ struct SoftmaxBwd {
   }
 
   template <typename Variant>
+  __device__ __forceinline__ void LoadForStore(Variant, const Row&, int, Slot&) const {}
+
+  template <typename Variant>
   __device__ __forceinline__ void Store(Variant form, const Row& row, int slot, const Slot& kept,
                                         const Final& final) const {
     Acc result[kVec];
@@ -167,6 +170,9 @@ struct SoftmaxBwd {
     }
     StoreSlot(row.out, row.grid, row.grid.First(slot), result);
   }
+
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
 
   // ---- Columns (strided.cuh) ----
 

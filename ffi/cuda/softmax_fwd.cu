@@ -209,6 +209,9 @@ struct SoftmaxFwd {
   }
 
   template <typename Variant>
+  __device__ __forceinline__ void LoadForStore(Variant, const Row&, int, Slot&) const {}
+
+  template <typename Variant>
   __device__ __forceinline__ void Store(Variant log, const Row& row, int slot, const Slot& kept,
                                         const Final& final) const {
     Acc out[kVec];
@@ -219,6 +222,9 @@ struct SoftmaxFwd {
     }
     StoreSlot(row.y, row.grid, row.grid.First(slot), out);
   }
+
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
 
   // ---- Columns (strided.cuh) ----
 

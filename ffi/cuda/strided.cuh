@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) StridedKernel(const __grid_con
   int rank = 0;
   int64_t block = blockIdx.x;
   if (plan.cluster > 1) {
-    ClusterStart(barriers, 2);
+    ClusterStart(&barriers[0], &barriers[1]);
     rank = static_cast<int>(block % plan.cluster);
     block /= plan.cluster;
   }

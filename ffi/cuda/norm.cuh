@@ -1,0 +1,115 @@
+// Parameters of layer_norm and rms_norm: loading a slot's share of scale or bias, however it lies.
+#ifndef JAXNORM_CUDA_NORM_CUH_
+#define JAXNORM_CUDA_NORM_CUH_
+
+#include "norm_args.h"
+#include "rows.cuh"
+
+namespace jaxnorm {
+
+template <int kCount>
+struct Words {
+  uint32_t w[kCount];
+};
+
+// All elements, in the arithmetic's dtype. By words, bfloat16 takes one instruction for each.
+template <typename U, int N>
+__device__ __forceinline__ void ToAccAll(const Vec<U, N>& from, AccT<U> (&to)[N]) {
+  if constexpr (std::is_same_v<U, __nv_bfloat16>) {
+    const auto words = std::bit_cast<Words<N / 2>>(from);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      to[i] = __uint_as_float(i % 2 == 0 ? words.w[i / 2] << 16 : words.w[i / 2] & 0xffff0000);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = ToAcc(from.v[i]);
+  }
+}
+
+// Moves words to places lower by kStep, where `shift`.
+template <int kStep, int kCount>
+__device__ __forceinline__ void ShiftWords(uint32_t (&words)[kCount], bool shift) {
+#pragma unroll
+  for (int i = 0; i + kStep < kCount; ++i) words[i] = shift ? words[i + kStep] : words[i];
+}
+
+// Elements [first, first + kVec) of a row of `cols` parameters. kAligned: that is a whole number of 16-byte vectors.
+//
+// Otherwise, inside the row, the aligned vectors around them are loaded and shifted into place: loads one by one would
+// take several times as many passes through L1. At the row's ends, where these vectors could reach beyond the array,
+// elements are loaded one by one, and are 0 outside the row.
+template <typename T, typename U, bool kAligned>
+__device__ __forceinline__ void LoadParameters(const U* row, int first, int cols, AccT<T> (&values)[kVecSize<T>]) {
+  constexpr int kVec = kVecSize<T>, kWide = kVecSize<U>;
+  constexpr int kVectors = kVec / kWide;
+  constexpr int kWordsPerVector = kVecBytes / sizeof(uint32_t);
+  Vec<U, kVec> loaded;
+  if (kAligned || (first >= kWide && first + kVec + kWide <= cols)) {
+    constexpr int kWords = kVectors * kWordsPerVector, kMoreWords = kWords + kWordsPerVector;
+    const int excess = kAligned ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row + first) % kVecBytes);
+    const auto* vectors = reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(row + first) - excess);
+    uint32_t words[kMoreWords];
+#pragma unroll
+    for (int k = 0; k <= kVectors; ++k) {
+      uint4 vector = {};
+      if (k < kVectors || excess != 0) vector = __ldg(vectors + k);
+      words[4 * k] = vector.x;
+      words[4 * k + 1] = vector.y;
+      words[4 * k + 2] = vector.z;
+      words[4 * k + 3] = vector.w;
+    }
+    if constexpr (!kAligned) {
+      ShiftWords<2>(words, excess / sizeof(uint32_t) & 2);
+      ShiftWords<1>(words, excess / sizeof(uint32_t) & 1);
+      if constexpr (sizeof(U) < sizeof(uint32_t)) {
+        const int bits = excess % sizeof(uint32_t) * 8;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], bits);
+      }
+    }
+    Words<kWords> inside;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) inside.w[i] = words[i];
+    loaded = std::bit_cast<Vec<U, kVec>>(inside);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      loaded.v[i] = first + i >= 0 && first + i < cols ? row[first + i] : FromAcc<U>(AccT<U>(0));
+    }
+  }
+  ToAccAll(loaded, values);
+}
+
+// Scale or bias of a call on arrays of T: one row of T (narrow) or of the arithmetic's dtype for each group, or for
+// all of them.
+template <typename T>
+struct DeviceParameter {
+  const void* data = nullptr;
+  int64_t group_bytes = 0;
+
+  DeviceParameter(const NormParameter& parameter, bool narrow)
+      : data(parameter.data),
+        group_bytes(parameter.group_stride * static_cast<int64_t>(narrow ? sizeof(T) : sizeof(AccT<T>))) {}
+
+  bool VecAligned() const { return IsVecAligned(data) && group_bytes % kVecBytes == 0; }
+
+  __device__ __forceinline__ const void* Row(int64_t group) const {
+    const char* row = static_cast<const char*>(data) + group * group_bytes;
+    asm("" : "+l"(row));  // else the compiler computes it again for each slot
+    return row;
+  }
+
+  template <bool kAligned, typename Narrow>
+  static __device__ __forceinline__ void Load(Narrow narrow, const void* row, int first, int cols,
+                                              AccT<T> (&values)[kVecSize<T>]) {
+    if (narrow) {
+      LoadParameters<T, T, kAligned>(static_cast<const T*>(row), first, cols, values);
+    } else {
+      LoadParameters<T, AccT<T>, kAligned>(static_cast<const AccT<T>*>(row), first, cols, values);
+    }
+  }
+};
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_NORM_CUH_

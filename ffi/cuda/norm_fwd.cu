@@ -1,0 +1,415 @@
+// layer_norm and rms_norm, forward: x (and the residual) read once, y (and the sum) written once, and one or two
+// numbers per row.
+#include <cmath>
+
+#include "norm.cuh"
+#include "norm_args.h"
+#include "operand.cuh"
+#include "rows.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// 1 / x; for float32 one instruction, off by less than 2^-23.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ double Reciprocal(double x) { return 1 / x; }
+
+// x^-1/2. For float32 the instruction's result and one step of Newton's method, which knows no infinities.
+__device__ __forceinline__ float InverseSqrt(float x) {
+  const float y = rsqrtf(x), residual = fma(-x * y, y, 1.0f);
+  return isnan(residual) ? y : fma(0.5f * y, residual, y);
+}
+__device__ __forceinline__ double InverseSqrt(double x) { return 1 / sqrt(x); }
+
+// a + b, rounded to T.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> AddRounded(const Vec<T, N>& a, const Vec<T, N>& b) {
+  Vec<T, N> out;
+  if constexpr (sizeof(T) == 2) {
+    // Not by way of float32: this is one instruction for two elements.
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      reinterpret_cast<Pair&>(out.v[i]) =
+          __hadd2(reinterpret_cast<const Pair&>(a.v[i]), reinterpret_cast<const Pair&>(b.v[i]));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.v[i] = a.v[i] + b.v[i];
+  }
+  return out;
+}
+
+// Of the elements that count: their number, mean (0 if not centred) and sum of squared deviations from it. Merging as
+// Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance"; an empty side changes nothing.
+template <typename Acc>
+struct Moments {
+  Acc count, mean, squares;
+
+  static __device__ __forceinline__ Moments Identity() { return {0, 0, 0}; }
+
+  // 1 / count, or any finite number if it is 0, so that 0 times it is 0.
+  static __device__ __forceinline__ Acc Inverse(Acc count) { return Reciprocal(fmax(count, Acc(1))); }
+
+  static __device__ __forceinline__ Moments Merge(Moments a, Moments b) {
+    const Acc count = a.count + b.count, delta = b.mean - a.mean;
+    const Acc weight = a.count == 0 ? Acc(1) : b.count * Inverse(count);
+    return {count, fma(delta, weight, a.mean), fma(delta, delta * (a.count * weight), a.squares + b.squares)};
+  }
+
+  // All lanes at once: sums, unlike Merge, give all of them the same bits. Means are summed as distances from that of
+  // the first lane which has any, so that equal ones stay as they are.
+  static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    const unsigned counting = __ballot_sync(kAllLanes, p.count != 0) >> (threadIdx.x % kWarp & -width);
+    const Acc pivot = __shfl_sync(kAllLanes, p.mean, __ffs(counting) - 1, width);
+    const Acc count = LaneReduce(p.count, width, add);
+    const Acc shift = LaneReduce(p.count * (p.mean - pivot), width, add) * Inverse(count);
+    const Acc mean = pivot + shift, delta = p.mean - mean;
+    return {count, mean, LaneReduce(fma(delta, delta * p.count, p.squares), width, add)};
+  }
+};
+
+// s = x, or x + residual rounded to T; y = (s - mean) * rstd * (scale + scale_offset) + bias.
+template <typename T_, Mode kMode_>
+struct NormFwd {
+  using T = T_;
+  using Acc = AccT<T>;
+  using Partial = Moments<Acc>;
+  static constexpr Mode kMode = kMode_;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kInputs = 2;        // x, residual
+  static constexpr int kColumnInputs = 1;  // x
+  static constexpr int kSlotsPerThread = 8;
+  static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
+  static constexpr unsigned kAllElements = (1u << kVec) - 1;
+
+  int64_t rows;
+  int cols;
+  DeviceOperand<T> x, residual;
+  DeviceOperand<bool> where;
+  DeviceParameter<T> scale, bias;
+  T *y, *sum;
+  Acc *mean, *rstd;
+  Acc epsilon, scale_offset;
+  int64_t rows_per_group;
+  bool grouped, center, narrow;
+
+  NormFwd(const NormFwdArgs& args)
+      : rows(args.shape.rows()),
+        cols(static_cast<int>(args.shape.cols)),
+        x(args.x, rows),
+        residual(args.residual, rows),
+        where(args.mask, rows),
+        scale(args.scale, NarrowParameters(args)),
+        bias(args.bias, NarrowParameters(args)),
+        y(static_cast<T*>(args.y)),
+        sum(static_cast<T*>(args.sum)),
+        mean(static_cast<Acc*>(args.mean)),
+        rstd(static_cast<Acc*>(args.rstd)),
+        epsilon(static_cast<Acc>(args.epsilon)),
+        scale_offset(static_cast<Acc>(args.scale_offset)),
+        rows_per_group(args.shape.rows_per_group),
+        grouped(args.shape.groups > 1),
+        center(args.center),
+        narrow(NarrowParameters(args)) {}
+
+  // Whether scale and bias are T, and that is not the arithmetic's dtype.
+  static bool NarrowParameters(const NormFwdArgs& args) {
+    return !std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype;
+  }
+
+  struct Row {
+    T* y;
+    SlotGrid<T, kMode> grid;
+    OperandRow<T> x, residual;
+    OperandRow<bool> where;
+    T* sum;
+    const void *scale, *bias;
+  };
+  struct Slot {
+    Vec<T, kVec> s;
+    unsigned skipped;               // bit i: the statistics do not count element i
+    Acc factor[kVec], shift[kVec];  // after LoadForStore
+  };
+  struct Final {
+    Acc mean, rstd;
+  };
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
+    T* row = y + index * cols;
+    const int64_t group = grouped ? index / rows_per_group : 0;
+    Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(group), bias.Row(group)};
+    if constexpr (kGeneral) {
+      r.x = OperandRow<T>(x, index);
+      r.residual = OperandRow<T>(residual, index);
+      r.where = OperandRow<bool>(where, index);
+    } else {
+      r.x = OperandRow<T>::Full(x, index * cols);
+      r.residual = OperandRow<T>::Full(residual, index * cols);
+    }
+    return r;
+  }
+
+  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const {
+    return k == 0 ? row.x : row.residual;
+  }
+  __host__ __device__ __forceinline__ bool Has(int k) const { return k == 0 || sum != nullptr; }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ bool Reduces(int) const { return true; }
+  __host__ __device__ __forceinline__ int Place(int k) const { return k; }
+  __host__ __device__ __forceinline__ int Inputs() const { return Has(1) ? 2 : 1; }
+
+  static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(Acc(0)); }
+
+  template <bool kEdges>
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<NormFwd>& raw, Slot& out) const {
+    // As words: a condition on a vector of 16-bit elements is compiled to one selection for each of them.
+    auto words = std::bit_cast<uint4>(raw.in[0]);
+    if (Has(1)) words = std::bit_cast<uint4>(AddRounded(raw.in[0], raw.in[1]));
+    out.s = std::bit_cast<Vec<T, kVec>>(words);
+    out.skipped = 0;
+    if constexpr (kMode == Mode::kPlain) {
+      if (kEdges && slot >= row.grid.Slots()) out.skipped = kAllElements;
+    } else {
+      const int before = max(-row.grid.First(slot), 0), after = max(row.grid.First(slot) + kVec - cols, 0);
+      out.skipped = ~(kAllElements << before & kAllElements >> after) & kAllElements;
+    }
+    if constexpr (kGeneral) {
+      if (HasWhere()) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.skipped |= raw.where.v[i] ? 0u : 1u << i;
+      }
+    }
+  }
+
+  // kGeneral leaves it to run time, for the sake of the code's size.
+  template <typename Center, typename Narrow>
+  struct Variant {
+    Center center;
+    Narrow narrow;
+  };
+  template <typename F>
+  __device__ __forceinline__ void WithVariant(F f) const {
+    const auto with_center = [&](auto center) {
+      if constexpr (kGeneral) {
+        f(Variant<bool, bool>{center, narrow});
+      } else if (!std::is_same_v<T, Acc> && narrow) {
+        f(Variant<decltype(center), std::true_type>());
+      } else {
+        f(Variant<decltype(center), std::false_type>());
+      }
+    };
+    if constexpr (kGeneral) {
+      with_center(center);
+    } else if (center) {
+      with_center(std::true_type());
+    } else {
+      with_center(std::false_type());
+    }
+  }
+
+  template <typename V, int kN>
+  __device__ __forceinline__ Partial Reduce(V v, Slot (&slots)[kN], int width) const {
+    if constexpr (kMode == Mode::kPlain) {
+      // One lane alone has nothing but elements of the row.
+      if (width > 1) return ReduceSlots<false>(v, slots, width, static_cast<Acc>(cols));
+      return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec));
+    } else {
+      unsigned any = 0;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) any |= slots[j].skipped;
+      if (any == 0) return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec));
+      int count = kN * kVec;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) count -= __popc(slots[j].skipped);
+      if (count == 0) return Partial::Identity();
+      return ReduceSlots<true>(v, slots, 1, static_cast<Acc>(count));
+    }
+  }
+
+  // In two passes over registers. kSome: some elements of slots do not count; otherwise either all of a slot do, or
+  // none, and then they are 0.
+  template <bool kSome, typename V, int kN>
+  __device__ __forceinline__ Partial ReduceSlots(V v, const Slot (&slots)[kN], int width, Acc count) const {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    Acc values[kN][kVec];
+#pragma unroll
+    for (int j = 0; j < kN; ++j) ToAccAll(slots[j].s, values[j]);
+    // The sum of f(element, slot), one chain of additions per slot.
+    const auto sum_of = [&](auto f) {
+      Acc sums[kN];
+#pragma unroll
+      for (int j = 0; j < kN; ++j) sums[j] = 0;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+#pragma unroll
+        for (int j = 0; j < kN; ++j) {
+          const Acc term = f(values[j][i], slots[j]);
+          sums[j] += kSome && (slots[j].skipped >> i & 1) ? Acc(0) : term;
+        }
+      }
+#pragma unroll
+      for (int j = 1; j < kN; ++j) sums[0] += sums[j];
+      return LaneReduce(sums[0], width, add);
+    };
+    if (!v.center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
+    // Divided (by a power of two mostly), not multiplied by an inverse: the mean of equal numbers is that number, and
+    // their variance 0.
+    const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) / count;
+    const auto deviation = [&](Acc s, const Slot& slot) { return s - (!kSome && slot.skipped ? Acc(0) : mean); };
+    const Acc squares = sum_of([&](Acc s, const Slot& slot) {
+      const Acc d = deviation(s, slot);
+      return d * d;
+    });
+    if constexpr (sizeof(T) == 2) return {count, mean, squares};  // the mean of few 16-bit numbers is exact enough
+    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
+    const Acc rest = sum_of(deviation), shift = rest / count, corrected = fma(-rest, shift, squares);
+    return {count, mean + shift, corrected < 0 ? Acc(0) : corrected};  // not fmax, which would drop NaN
+  }
+
+  template <typename V>
+  __device__ __forceinline__ void Prepare(V, Slot&, const Partial&) const {}
+
+  // Without an element that counts, 0 / 0.
+  template <typename V>
+  __device__ __forceinline__ Final Finish(V, const Partial& total) const {
+    return {total.count == 0 ? Acc(NAN) : total.mean,
+            InverseSqrt(fma(total.squares, Reciprocal(total.count), epsilon))};
+  }
+
+  template <typename V>
+  __device__ __forceinline__ void LoadForStore(V v, const Row& row, int slot, Slot& out) const {
+    const int first = row.grid.First(slot);
+    if constexpr (sizeof(T) < sizeof(Acc)) {
+      // Else the Warp tier keeps the elements as Acc from the reduction on, in twice the registers.
+      auto words = std::bit_cast<uint4>(out.s);
+      asm("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+      out.s = std::bit_cast<Vec<T, kVec>>(words);
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      out.factor[i] = 1;
+      out.shift[i] = 0;
+    }
+    if (scale.data != nullptr) {
+      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(v.narrow, row.scale, first, cols, out.factor);
+      if (kGeneral || !v.center) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.factor[i] += scale_offset;
+      }
+    }
+    if (bias.data != nullptr) {
+      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(v.narrow, row.bias, first, cols, out.shift);
+    }
+  }
+
+  template <typename V>
+  __device__ __forceinline__ void Store(V v, const Row& row, int slot, const Slot& kept, const Final& final) const {
+    const int first = row.grid.First(slot);
+    Acc s[kVec], out[kVec];
+    ToAccAll(kept.s, s);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      out[i] = fma((v.center ? s[i] - final.mean : s[i]) * final.rstd, kept.factor[i], kept.shift[i]);
+    }
+    StoreSlot(row.y, row.grid, first, out);
+    if (Has(1)) StoreSum(row, first, kept.s);
+  }
+
+  __device__ __forceinline__ void StoreSum(const Row& row, int first, const Vec<T, kVec>& s) const {
+    if (kGeneral && !IsVecAligned(row.sum + first)) {
+      // Its own grid is not that of y.
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (first + i >= 0 && first + i < cols) row.sum[first + i] = s.v[i];
+      }
+    } else {
+      StoreSlot(row.sum, row.grid, first, s);
+    }
+  }
+
+  template <typename V>
+  __device__ __forceinline__ void StoreRow(V v, int64_t index, const Partial& total) const {
+    const Final final = Finish(v, total);
+    if (v.center) mean[index] = final.mean;
+    rstd[index] = final.rstd;
+  }
+};
+
+// float64 takes the general mode always: it is there to be right, not to fill the code with more kernels.
+ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyBuffer scratch) {
+  const NormShape& shape = args.shape;
+  JAXNORM_CHECK(shape.cols < INT32_MAX / 2);  // positions within a row are 32-bit; Python lowers the formula instead
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> ffi::Error {
+    constexpr const char* name = "norm_fwd";
+    using General = NormFwd<T, Mode::kGeneral>;
+    const General general(args);
+    // Only kGeneral knows an offset together with centring, which no operation has.
+    bool full = !args.mask && !(args.center && args.scale_offset != 0);
+    for (const Operand* input : {&args.x, &args.residual}) {
+      full = full && IsVecAligned(input->data) && (!*input || input->elements == shape.size());
+    }
+    full = full && IsVecAligned(args.y) && IsVecAligned(args.sum);
+    const bool whole = shape.cols % kVecSize<T> == 0;
+    const int slots = static_cast<int>(CeilDiv(shape.cols, kVecSize<T>)) + (full && whole ? 0 : 1);
+    const bool split = slots > MaxRowSlots(general, *device);
+    if constexpr (!std::is_same_v<T, double>) {
+      const NormFwd<T, Mode::kRagged> ragged(args);
+      if (full && split) return LaunchSplit(*device, stream, ragged, slots, scratch, name);
+      if (full && whole && general.scale.VecAligned() && general.bias.VecAligned()) {
+        return LaunchRow(*device, stream, NormFwd<T, Mode::kPlain>(args), slots, name);
+      }
+      if (full) return LaunchRow(*device, stream, ragged, slots, name);
+    }
+    if (split) return LaunchSplit(*device, stream, general, slots, scratch, name);
+    return LaunchRow(*device, stream, general, slots, name);
+  });
+}
+
+ffi::Error NormFwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                          ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double epsilon,
+                          double scale_offset, int64_t operands) {
+  NormFwdArgs args;
+  JAXNORM_RETURN_IF_ERROR(
+      ParseNormFwd(x, rest, *y, results, axis, groups, center, epsilon, scale_offset, operands, &args));
+  // The sum, the mean, rstd, and last the scratch of rows that are split.
+  const size_t outputs = (args.sum != nullptr ? 1 : 0) + (center ? 1 : 0) + 1;
+  auto scratch = results.get<ffi::AnyBuffer>(outputs);
+  if (scratch.has_error()) return scratch.error();
+  const int64_t rows = args.shape.rows();
+  if (rows == 0) return ffi::Error::Success();
+  if (args.shape.cols > 0) return LaunchNormFwd(stream, args, **scratch);
+  for (void* statistic : {args.mean, args.rstd}) {
+    if (statistic == nullptr) continue;
+    const size_t bytes = rows * (args.dtype == ffi::F64 ? sizeof(double) : sizeof(float));
+    const cudaError_t status = cudaMemsetAsync(statistic, 0xff, bytes, stream);  // all bits set is a NaN
+    JAXNORM_RETURN_IF_ERROR(LaunchStatus(status, "norm_fwd"));
+  }
+  return ffi::Error::Success();
+}
+
+JAXNORM_REGISTER(norm_fwd, NormFwdHandler,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .RemainingRets()
+                     .Attr<int64_t>("axis")
+                     .Attr<int64_t>("groups")
+                     .Attr<bool>("center")
+                     .Attr<double>("epsilon")
+                     .Attr<double>("scale_offset")
+                     .Attr<int64_t>("operands"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

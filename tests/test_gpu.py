@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import processes
 import pytest
+import test_norm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -98,6 +99,17 @@ def test_benchmark_cases(case):
     check(case.op, rand(shape, case.dtype), axis)
 
 
+NORM_CASES = [c for c in cases.select(tag="gpu") if c.op in cases.NORMS]
+
+
+@pytest.mark.parametrize("case", NORM_CASES, ids=lambda c: f"{c.op} {c.label}")
+def test_norm_benchmark_cases(case):
+    """As above; more rows than there are blocks that add up gradients of parameters."""
+    rows, columns = case.shape
+    x = rand((min(rows, 1100 if columns < 20000 else 70), columns), case.dtype)
+    test_norm.check(case.op, x, "float32")
+
+
 @softmaxes
 @halves
 def test_strided(op, dtype):
@@ -118,6 +130,21 @@ def test_misaligned_base(op, dtype):
             )
             x = base[offset : offset + 4 * columns].reshape(4, columns)
             oracle.assert_close(f(base), getattr(oracle, op)(x), dtype)
+
+
+@pytest.mark.parametrize("op", cases.NORMS)
+@halves
+def test_norm_misaligned_base(op, dtype):
+    """The same; of x and of the scale."""
+    for columns in (33, 1024, 8193, 40001):
+        base, scale = rand((4 * columns + 3,), dtype), rand((columns + 1,), "float32")
+
+        def f(base, scale, columns=columns):
+            x = base[3 : 3 + 4 * columns].reshape(4, columns)
+            return x, scale[1:], getattr(jaxnorm, op)(x, scale[1:])
+
+        x, scale, y = jax.jit(f)(base, scale)
+        oracle.assert_close(y, getattr(oracle, op)(x, scale), dtype)
 
 
 # ---- beyond 32 bits ----
@@ -159,18 +186,40 @@ def test_relu_of_more_than_two_to_the_31_elements():
     assert bool(jnp.all(bar == y))
 
 
+@pytest.mark.parametrize("op", cases.NORMS)
+def test_norm_of_more_than_two_to_the_31_elements(op):
+    columns = 4096
+    rows = (1 << 31) // columns + 5
+    x = jax.jit(lambda: _filled((rows, columns), "bfloat16"))()
+    scale = rand((columns,), "float32")
+    y = jax.jit(getattr(jaxnorm, op))(x, scale)
+    checked = (0, (1 << 30) // columns, (1 << 31) // columns - 1, (1 << 31) // columns, rows - 1)
+    for r in checked:
+        oracle.assert_close(y[r], getattr(oracle, op)(np.asarray(x[r]), scale), "bfloat16")
+    del y
+    bar = jax.jit(lambda x, s: jax.vjp(lambda x: getattr(jaxnorm, op)(x, s), x)[1](x)[0])(x, scale)
+    for r in checked:
+        row = np.asarray(x[r : r + 1])
+        options = dict(center=op == "layer_norm")
+        expected = oracle.norm_vjp(row, row, scale, **options)[0][0]
+        size = oracle.norm_vjp(row, row, scale, sizes=True, **options)[0][0]
+        oracle.assert_close(bar[r], expected, "bfloat16", floor=32, size=size)
+
+
 # ---- execution ----
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu"])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu", *cases.NORMS])
 def test_same_bits_every_time(op):
     x = rand((513, 4095), "bfloat16")
     function = getattr(jaxnorm, op)
 
     @jax.jit
     def f(x):
-        y, pullback = jax.vjp(lambda x: function(x, x) if op == "add_relu" else function(x), x)
-        return y, pullback(x)[0]
+        second = {"add_relu": x}.get(op, x[0] if op in cases.NORMS else None)
+        args = (x,) if second is None else (x, second)
+        y, pullback = jax.vjp(function, *args)
+        return y, *pullback(x)
 
     first = f(x)
     for _ in range(3):
@@ -212,6 +261,8 @@ def test_calls_are_captured_in_a_cuda_graph(tmp_path):
         "jaxnorm_softmax_bwd",
         "jaxnorm_relu_fwd",
         "jaxnorm_relu_bwd",
+        "jaxnorm_norm_fwd",
+        "jaxnorm_norm_bwd",
     }
 
 

@@ -15,11 +15,17 @@ x = np.random.default_rng(0).standard_normal((64, 1000)).astype(np.float32)
 
 
 def f(x):
-    return jax.grad(lambda x: jnp.sum(jnp.sin(jaxnorm.softmax(jaxnorm.relu(x)))))(x)
+    return jax.grad(
+        lambda x: jnp.sum(jnp.sin(jaxnorm.softmax(jaxnorm.layer_norm(jaxnorm.relu(x)))))
+    )(x)
 
 
 def reference(x):
-    return jax.grad(lambda x: jnp.sum(jnp.sin(jax.nn.softmax(jnp.where(x > 0, x, 0)))))(x)
+    def loss(x):
+        relu = jnp.where(x > 0, x, 0)
+        return jnp.sum(jnp.sin(jax.nn.softmax(jax.nn.standardize(relu, epsilon=1e-6))))
+
+    return jax.grad(loss)(x)
 
 
 captured = jax.jit(f)

@@ -64,11 +64,16 @@ struct Moments {
   // All lanes at once: sums, unlike Merge, give all of them the same bits. Means are summed as distances from that of
   // the first lane which has any, so that equal ones stay as they are.
   static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
-    const auto add = [](Acc a, Acc b) { return a + b; };
     const unsigned counting = __ballot_sync(kAllLanes, p.count != 0) >> (threadIdx.x % kWarp & -width);
-    const Acc pivot = __shfl_sync(kAllLanes, p.mean, __ffs(counting) - 1, width);
-    const Acc count = LaneReduce(p.count, width, add);
-    const Acc shift = LaneReduce(p.count * (p.mean - pivot), width, add) * Inverse(count);
+    const Acc count = LaneReduce(p.count, width, [](Acc a, Acc b) { return a + b; });
+    return MergeLanes(p, width, __ffs(counting) - 1, count, Inverse(count));
+  }
+
+  // Given the first lane that has any, the count of all, and 1 / count.
+  static __device__ __forceinline__ Moments MergeLanes(Moments p, int width, int first, Acc count, Acc inverse) {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    const Acc pivot = __shfl_sync(kAllLanes, p.mean, first, width);
+    const Acc shift = LaneReduce(p.count * (p.mean - pivot), width, add) * inverse;
     const Acc mean = pivot + shift, delta = p.mean - mean;
     return {count, mean, LaneReduce(fma(delta, delta * p.count, p.squares), width, add)};
   }
@@ -87,6 +92,7 @@ struct NormFwd {
   static constexpr int kColumnInputs = 1;  // x
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
+  static constexpr bool kBundles = !kGeneral;
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 
   int64_t rows;
@@ -134,8 +140,10 @@ struct NormFwd {
   };
   struct Slot {
     Vec<T, kVec> s;
-    unsigned skipped;               // bit i: the statistics do not count element i
-    Acc factor[kVec], shift[kVec];  // after LoadForStore
+    unsigned skipped;  // bit i: the statistics do not count element i
+  };
+  struct Loaded {
+    Acc factor[kVec], shift[kVec];
   };
   struct Final {
     Acc mean, rstd;
@@ -143,6 +151,7 @@ struct NormFwd {
 
   __device__ __forceinline__ Row Begin(int64_t index) const {
     T* row = y + index * cols;
+    asm("" : "+l"(row));  // as in DeviceParameter
     const int64_t group = grouped ? index / rows_per_group : 0;
     Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(group), bias.Row(group)};
     if constexpr (kGeneral) {
@@ -173,13 +182,7 @@ struct NormFwd {
     auto words = std::bit_cast<uint4>(raw.in[0]);
     if (Has(1)) words = std::bit_cast<uint4>(AddRounded(raw.in[0], raw.in[1]));
     out.s = std::bit_cast<Vec<T, kVec>>(words);
-    out.skipped = 0;
-    if constexpr (kMode == Mode::kPlain) {
-      if (kEdges && slot >= row.grid.Slots()) out.skipped = kAllElements;
-    } else {
-      const int before = max(-row.grid.First(slot), 0), after = max(row.grid.First(slot) + kVec - cols, 0);
-      out.skipped = ~(kAllElements << before & kAllElements >> after) & kAllElements;
-    }
+    Skip<kEdges>(row, slot, out);
     if constexpr (kGeneral) {
       if (HasWhere()) {
 #pragma unroll
@@ -188,55 +191,56 @@ struct NormFwd {
     }
   }
 
-  // kGeneral leaves it to run time, for the sake of the code's size.
-  template <typename Center, typename Narrow>
-  struct Variant {
-    Center center;
-    Narrow narrow;
-  };
-  template <typename F>
-  __device__ __forceinline__ void WithVariant(F f) const {
-    const auto with_center = [&](auto center) {
-      if constexpr (kGeneral) {
-        f(Variant<bool, bool>{center, narrow});
-      } else if (!std::is_same_v<T, Acc> && narrow) {
-        f(Variant<decltype(center), std::true_type>());
-      } else {
-        f(Variant<decltype(center), std::false_type>());
-      }
-    };
-    if constexpr (kGeneral) {
-      with_center(center);
-    } else if (center) {
-      with_center(std::true_type());
+  template <bool kEdges>
+  __device__ __forceinline__ void Skip(const Row& row, int slot, Slot& out) const {
+    out.skipped = 0;
+    if constexpr (kMode == Mode::kPlain) {
+      if (kEdges && slot >= row.grid.Slots()) out.skipped = kAllElements;
     } else {
-      with_center(std::false_type());
+      const int before = max(-row.grid.First(slot), 0), after = max(row.grid.First(slot) + kVec - cols, 0);
+      out.skipped = ~(kAllElements << before & kAllElements >> after) & kAllElements;
     }
   }
 
-  template <typename V, int kN>
-  __device__ __forceinline__ Partial Reduce(V v, Slot (&slots)[kN], int width) const {
+  // Whether the operation centres; kGeneral leaves it to run time, for the sake of the code's size.
+  template <typename F>
+  __device__ __forceinline__ void WithVariant(F f) const {
+    if constexpr (kGeneral) {
+      f(center);
+    } else if (center) {
+      f(std::true_type());
+    } else {
+      f(std::false_type());
+    }
+  }
+  template <typename F>
+  __device__ __forceinline__ void WithoutVariant(F f) const {
+    f(center);
+  }
+
+  template <typename Center, int kN>
+  __device__ __forceinline__ Partial Reduce(Center center, Slot (&slots)[kN], int width) const {
     if constexpr (kMode == Mode::kPlain) {
       // One lane alone has nothing but elements of the row.
-      if (width > 1) return ReduceSlots<false>(v, slots, width, static_cast<Acc>(cols));
-      return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec));
+      if (width > 1) return ReduceSlots<false>(center, slots, width, static_cast<Acc>(cols));
+      return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec));
     } else {
       unsigned any = 0;
 #pragma unroll
       for (int j = 0; j < kN; ++j) any |= slots[j].skipped;
-      if (any == 0) return ReduceSlots<false>(v, slots, 1, Acc(kN * kVec));
+      if (any == 0) return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec));
       int count = kN * kVec;
 #pragma unroll
       for (int j = 0; j < kN; ++j) count -= __popc(slots[j].skipped);
       if (count == 0) return Partial::Identity();
-      return ReduceSlots<true>(v, slots, 1, static_cast<Acc>(count));
+      return ReduceSlots<true>(center, slots, 1, static_cast<Acc>(count));
     }
   }
 
   // In two passes over registers. kSome: some elements of slots do not count; otherwise either all of a slot do, or
   // none, and then they are 0.
-  template <bool kSome, typename V, int kN>
-  __device__ __forceinline__ Partial ReduceSlots(V v, const Slot (&slots)[kN], int width, Acc count) const {
+  template <bool kSome, typename Center, int kN>
+  __device__ __forceinline__ Partial ReduceSlots(Center center, const Slot (&slots)[kN], int width, Acc count) const {
     const auto add = [](Acc a, Acc b) { return a + b; };
     Acc values[kN][kVec];
 #pragma unroll
@@ -258,7 +262,7 @@ struct NormFwd {
       for (int j = 1; j < kN; ++j) sums[0] += sums[j];
       return LaneReduce(sums[0], width, add);
     };
-    if (!v.center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
+    if (!center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
     // Divided (by a power of two mostly), not multiplied by an inverse: the mean of equal numbers is that number, and
     // their variance 0.
     const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) / count;
@@ -273,53 +277,169 @@ struct NormFwd {
     return {count, mean + shift, corrected < 0 ? Acc(0) : corrected};  // not fmax, which would drop NaN
   }
 
-  template <typename V>
-  __device__ __forceinline__ void Prepare(V, Slot&, const Partial&) const {}
+  // ---- Bundles ----
+
+  __host__ __device__ __forceinline__ bool CanBundle() const { return !grouped; }
+
+  __device__ __forceinline__ Row Shifted(Row row, int64_t elements) const {
+    row.y += elements;
+    row.sum += elements;
+    return row;
+  }
+
+  __device__ __forceinline__ void Combine(const Row& row, int slot, Vec<T, kVec>& x, const Vec<T, kVec>& added) const {
+    x = AddRounded(x, added);
+    StoreSum(row, row.grid.First(slot), x);
+  }
+  __device__ __forceinline__ void DecodeCombined(const Row& row, int slot, const Vec<T, kVec>& s, Slot& out) const {
+    out.s = s;
+    Skip<false>(row, slot, out);
+  }
+
+  // Sums of the deviations from a pivot and of their squares: three operations for each element and nothing to merge.
+  // The pivot is the mean of this thread's first slot, or an element if it is not full. However far that lies from the mean of all, its own
+  // elements contribute to the squares as much per element, so that at most the ratio of the two counts is lost to
+  // cancellation.
+  template <int kN>
+  struct Running {
+    Acc count;
+    Acc pivot[kN], sum[kN], squares[kN];
+  };
+
+  // The rows lie alike on the grid, so what is skipped is the same in all.
+  template <typename Center, int kN>
+  __device__ __forceinline__ void Accumulate(Center center, const Slot (&slots)[kN], Running<kN>& running) const {
+    Acc values[kN][kVec];
+#pragma unroll
+    for (int r = 0; r < kN; ++r) ToAccAll(slots[r].s, values[r]);
+    const unsigned skipped = kMode == Mode::kPlain ? 0 : slots[0].skipped;
+    const int count = kVec - (kMode == Mode::kPlain ? 0 : __popc(skipped));
+    if (center && running.count == 0) {
+#pragma unroll
+      for (int r = 0; r < kN; ++r) {
+        // Either way exact if they are equal: then their variance is 0.
+        Acc sums[kVec];
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sums[i] = values[r][i];
+#pragma unroll
+        for (int n = kVec / 2; n > 0; n /= 2) {
+#pragma unroll
+          for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
+        }
+        running.pivot[r] = sums[0] * (Acc(1) / kVec);
+        if (skipped != 0) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            if (!(skipped >> i & 1)) running.pivot[r] = values[r][i];
+          }
+        }
+      }
+    }
+    running.count += static_cast<Acc>(count);
+    if (skipped != 0) {
+#pragma unroll
+      for (int r = 0; r < kN; ++r) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (skipped >> i & 1) values[r][i] = center ? running.pivot[r] : Acc(0);  // deviates by 0
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+#pragma unroll
+      for (int r = 0; r < kN; ++r) {
+        const Acc d = center ? values[r][i] - running.pivot[r] : values[r][i];
+        if (center) running.sum[r] += d;
+        running.squares[r] = fma(d, d, running.squares[r]);
+      }
+    }
+  }
+
+  template <typename Center, int kN>
+  __device__ __forceinline__ void Totals(Center center, const Running<kN>& running, Partial (&totals)[kN]) const {
+    const Acc inverse = Partial::Inverse(running.count);
+#pragma unroll
+    for (int r = 0; r < kN; ++r) {
+      totals[r] = {running.count, 0, running.squares[r]};
+      if (!center) continue;
+      const Acc shift = running.sum[r] * inverse;
+      totals[r].mean = running.pivot[r] + shift;
+      const Acc squares = fma(-running.sum[r], shift, running.squares[r]);
+      totals[r].squares = squares < 0 ? Acc(0) : squares;  // not fmax, which would drop NaN
+    }
+  }
+
+  template <typename Center, int kN>
+  __device__ __forceinline__ void MergeLanes(Center center, Partial (&p)[kN], int width) const {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    const Acc count = LaneReduce(p[0].count, width, add), inverse = Partial::Inverse(count);
+#pragma unroll
+    for (int r = 0; r < kN; ++r) {
+      if (center) {
+        p[r] = Partial::MergeLanes(p[r], width, 0, count, inverse);
+      } else {
+        p[r] = {count, 0, LaneReduce(p[r].squares, width, add)};
+      }
+    }
+  }
+
+  template <typename Center>
+  __device__ __forceinline__ void Prepare(Center, Slot&, const Partial&) const {}
 
   // Without an element that counts, 0 / 0.
-  template <typename V>
-  __device__ __forceinline__ Final Finish(V, const Partial& total) const {
+  template <typename Center>
+  __device__ __forceinline__ Final Finish(Center, const Partial& total) const {
     return {total.count == 0 ? Acc(NAN) : total.mean,
             InverseSqrt(fma(total.squares, Reciprocal(total.count), epsilon))};
   }
 
-  template <typename V>
-  __device__ __forceinline__ void LoadForStore(V v, const Row& row, int slot, Slot& out) const {
+  template <typename Center>
+  __device__ __forceinline__ Loaded LoadForStore(Center center, const Row& row, int slot) const {
     const int first = row.grid.First(slot);
-    if constexpr (sizeof(T) < sizeof(Acc)) {
-      // Else the Warp tier keeps the elements as Acc from the reduction on, in twice the registers.
-      auto words = std::bit_cast<uint4>(out.s);
-      asm("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
-      out.s = std::bit_cast<Vec<T, kVec>>(words);
-    }
+    Loaded loaded;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      out.factor[i] = 1;
-      out.shift[i] = 0;
+      loaded.factor[i] = 1;
+      loaded.shift[i] = 0;
     }
     if (scale.data != nullptr) {
-      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(v.narrow, row.scale, first, cols, out.factor);
-      if (kGeneral || !v.center) {
+      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(narrow, row.scale, first, cols, loaded.factor);
+      if (kGeneral || !center) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) out.factor[i] += scale_offset;
+        for (int i = 0; i < kVec; ++i) loaded.factor[i] += scale_offset;
       }
     }
     if (bias.data != nullptr) {
-      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(v.narrow, row.bias, first, cols, out.shift);
+      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(narrow, row.bias, first, cols, loaded.shift);
     }
+    return loaded;
   }
 
-  template <typename V>
-  __device__ __forceinline__ void Store(V v, const Row& row, int slot, const Slot& kept, const Final& final) const {
-    const int first = row.grid.First(slot);
+  template <typename Center>
+  __device__ __forceinline__ void Store(Center center, const Row& row, int slot, const Slot& kept, const Loaded& loaded,
+                                        const Final& final) const {
+    StoreCombined(center, row, slot, kept, loaded, final);
+    if (Has(1)) StoreSum(row, row.grid.First(slot), kept.s);
+  }
+
+  template <typename Center>
+  __device__ __forceinline__ void StoreCombined(Center center, const Row& row, int slot, const Slot& kept,
+                                                const Loaded& loaded, const Final& final) const {
+    Vec<T, kVec> sum = kept.s;
+    if constexpr (sizeof(T) < sizeof(Acc)) {
+      // Else the Warp tier keeps the elements as Acc from the reduction on, in twice the registers.
+      auto words = std::bit_cast<uint4>(sum);
+      asm("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+      sum = std::bit_cast<Vec<T, kVec>>(words);
+    }
     Acc s[kVec], out[kVec];
-    ToAccAll(kept.s, s);
+    ToAccAll(sum, s);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      out[i] = fma((v.center ? s[i] - final.mean : s[i]) * final.rstd, kept.factor[i], kept.shift[i]);
+      out[i] = fma((center ? s[i] - final.mean : s[i]) * final.rstd, loaded.factor[i], loaded.shift[i]);
     }
-    StoreSlot(row.y, row.grid, first, out);
-    if (Has(1)) StoreSum(row, first, kept.s);
+    StoreSlot(row.y, row.grid, row.grid.First(slot), out);
   }
 
   __device__ __forceinline__ void StoreSum(const Row& row, int first, const Vec<T, kVec>& s) const {
@@ -334,10 +454,10 @@ struct NormFwd {
     }
   }
 
-  template <typename V>
-  __device__ __forceinline__ void StoreRow(V v, int64_t index, const Partial& total) const {
-    const Final final = Finish(v, total);
-    if (v.center) mean[index] = final.mean;
+  template <typename Center>
+  __device__ __forceinline__ void StoreRow(Center center, int64_t index, const Partial& total) const {
+    const Final final = Finish(center, total);
+    if (center) mean[index] = final.mean;
     rstd[index] = final.rstd;
   }
 };

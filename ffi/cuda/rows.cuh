@@ -17,6 +17,9 @@
 //          store. Rows of more than 100 KiB per input go over a cluster of up to 8 blocks, which exchange partials
 //          through distributed shared memory (sm_90 and later). Blocks that stay for several rows were measured 10%
 //          slower: multiprocessors are not equally fast, and then wait for the slowest.
+//   Bundle as Block, but a thread works on several rows, with the same slots of each: what depends on the column only
+//          (scale and bias) is then loaded once for all of them. It may be larger than the slot itself, and loading it
+//          for each row was measured to take as much time as all else.
 //   Split  too long for that: one launch reduces chunks of rows, the next one stores; batch by batch, so that the second
 //          launch finds its inputs in L2.
 //
@@ -25,6 +28,7 @@
 //   static constexpr int kInputs            arrays that a slot is read from, at most
 //   static constexpr int kSlotsPerThread    of the Block tier: with fewer, the fixed cost of a thread shows
 //   static constexpr int kUnroll            slots that a thread works on at once in a pass
+//   static constexpr bool kBundles          whether there is a Bundle tier
 //   struct Partial                          see reduce.cuh
 //   struct Row                              pointers into one row; Row Begin(int64_t row) const
 //   const OperandRow<T>& Input(row, k); bool Has(k); int Place(k), Inputs(); bool HasWhere()   input k < kInputs, if it is there, which of
@@ -40,10 +44,20 @@
 //                                           whole row if there are several
 //   void Prepare(v, Slot&, Partial total)   bring a freshly decoded slot to the state that Reduce leaves
 //   Final Finish(v, Partial total)
-//   void LoadForStore(v, row, slot, Slot&)  what only Store needs, into the slot; called for several slots, then Store
-//   void Store(v, row, slot, Slot, Final)
+//   Loaded LoadForStore(v, row, slot)       what only Store needs; called for several slots, then Store
+//   void Store(v, row, slot, Slot, Loaded, Final)
 //   void StoreRow(v, int64_t row, Partial total)   called by one thread for each row
 //   int64_t rows
+// and with kBundles, where the tiers of one row leave the variant to run time:
+//   WithoutVariant(f)
+//   bool CanBundle()                        whether LoadForStore is the same for all rows
+//   Running<kN>                             what a thread gathers of kN rows, initially {}
+//   void Accumulate(v, Slot(&)[kN], Running<kN>&)    one slot of each; only the first and last one may have edges
+//   void Totals(v, Running<kN>, Partial(&)[kN])
+//   void MergeLanes(v, Partial(&)[kN], int width)    as Partial's, of rows that count the same elements in each lane
+//   void Combine(row, slot, V& a, V b)      puts the combination of two inputs, if there are two, in place of the first
+//   Row Shifted(row, int64_t elements)      for Combine and StoreCombined: the row that far behind
+//   void DecodeCombined(row, slot, V, Slot&); void StoreCombined(v, row, slot, Slot, Loaded, Final)
 #ifndef JAXNORM_CUDA_ROWS_CUH_
 #define JAXNORM_CUDA_ROWS_CUH_
 
@@ -68,6 +82,7 @@ struct SlotGrid {
   int skew = 0;  // elements between the first slot's start and the row's
   int cols = 0;
 
+  SlotGrid() = default;
   __device__ __forceinline__ SlotGrid(const T* row, int cols) : cols(cols) {
     if (kMode != Mode::kPlain) skew = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVecSize<T>);
   }
@@ -162,8 +177,59 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_const
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       if (const int slot = lane + j * lanes; slot < slots) {
-        op.LoadForStore(variant, row, slot, kept[j]);
-        op.Store(variant, row, slot, kept[j], final);
+        op.Store(variant, row, slot, kept[j], op.LoadForStore(variant, row, slot), final);
+      }
+    }
+  });
+}
+
+// The same for several rows, as in the Bundle tier. Groups of lanes of a block take neighbouring rows, kRows times.
+template <typename Op, int kItems, int kRows>
+__global__ void __launch_bounds__(kWarpThreads) WarpBundleKernel(const __grid_constant__ Op op, const int log2_lanes) {
+  using T = typename Op::T;
+  const int lanes = 1 << log2_lanes;
+  const int lane = threadIdx.x & (lanes - 1);
+  const int groups = blockDim.x >> log2_lanes;
+  const int64_t index = int64_t{blockIdx.x} * (groups * kRows) + (threadIdx.x >> log2_lanes);
+  // Asked again for each use, rather than kept in registers.
+  const auto inside = [&](int r) { return index + r * groups < op.rows; };
+  const auto row = [&](int r) { return op.Begin(inside(r) ? index + r * groups : op.rows - 1); };
+  RawSlot<Op> raw[kRows][kItems];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int slots = inside(r) ? row(r).grid.Slots() : 0;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+#pragma unroll
+      for (int k = 0; k < Op::kInputs; ++k) {
+        uint4 words = SplatWords(Op::NeutralInput());
+        if (const int slot = lane + j * lanes; slot < slots && op.Has(k)) {
+          words = std::bit_cast<uint4>(jaxnorm::Load(op.Input(row(r), k).row + row(r).grid.First(slot)));
+        }
+        raw[r][j].in[k] = std::bit_cast<Vec<T, kVecSize<T>>>(words);
+      }
+    }
+  }
+  op.WithVariant([&](auto variant) {
+    typename Op::Slot kept[kRows][kItems];
+    typename Op::Final final[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < kItems; ++j) op.template Decode<true>(row(r), lane + j * lanes, raw[r][j], kept[r][j]);
+      const typename Op::Partial total = op.Reduce(variant, kept[r], lanes);
+      if (inside(r) && lane == 0) op.StoreRow(variant, index + r * groups, total);
+      final[r] = op.Finish(variant, total);
+    }
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+      typename Op::Loaded loaded;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int slot = lane + j * lanes;
+        if (!inside(r) || slot >= row(r).grid.Slots()) continue;
+        if (r == 0 || !op.CanBundle()) loaded = op.LoadForStore(variant, row(r), slot);
+        op.Store(variant, row(r), slot, kept[r][j], loaded, final[r]);
       }
     }
   });
@@ -208,19 +274,31 @@ __device__ __forceinline__ void StoreSlots(const Op& op, Variant variant, const 
                                            int end, int step, Fetch fetch, const typename Op::Partial& total) {
   const auto final = op.Finish(variant, total);
   ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
+    typename Op::Loaded loaded[kN];
 #pragma unroll
-    for (int j = 0; j < kN; ++j) op.LoadForStore(variant, row, base + j * step, kept[j]);
+    for (int j = 0; j < kN; ++j) loaded[j] = op.LoadForStore(variant, row, base + j * step);
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
       op.Prepare(variant, kept[j], total);
-      op.Store(variant, row, base + j * step, kept[j], final);
+      op.Store(variant, row, base + j * step, kept[j], loaded[j], final);
     }
   });
+}
+
+// Calls f with the variant, for tiers of one row: where most calls take the Bundle tier, it is not worth the code.
+template <typename Op, typename F>
+__device__ __forceinline__ void WithRowVariant(const Op& op, F f) {
+  if constexpr (Op::kBundles) {
+    op.WithoutVariant(f);
+  } else {
+    op.WithVariant(f);
+  }
 }
 
 // ---- Staging: slots [begin, end) of a row in shared memory ----
 
 inline constexpr int kMaxThreads = 512;
+inline constexpr int kMaxPortableCluster = 8;
 
 // One thread's view: it owns slots begin + thread, begin + thread + threads, ... and reads nothing else, so no barrier
 // is needed between copying and reading.
@@ -354,11 +432,168 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   const Stage<Op> stage = {op, row, base, plan.part_slots, begin, end, thread, threads};
   stage.CopyHalves();
   if (plan.cluster > 1) ClusterWait();
-  op.WithVariant([&](auto variant) {
+  WithRowVariant(op, [&](auto variant) {
     auto total = MergeWarps(stage.ReduceHalves(variant), threads / kWarp, shared);
     if (plan.cluster > 1) total = MergeBlocks(total, plan.cluster, rank, shared);
     if (inside && rank == 0 && thread == 0) op.StoreRow(variant, index, total);
     stage.Store(variant, total);
+  });
+}
+
+// ---- Bundle tier ----
+
+inline constexpr int kMaxBundleThreads = 256;
+
+// From one row of a bundle to the next: they lie alike on the address grid, so that a slot has the same columns in all.
+template <typename Op>
+inline constexpr int kBundleStep = Op::kMode == Mode::kPlain ? 1 : kVecSize<typename Op::T>;
+
+template <typename P, int kRows>
+struct BundleShared {
+  P warps[kRows][kMaxBundleThreads / kWarp];
+  P blocks[kRows][kWarp / kRows];
+  uint64_t barrier;
+};
+
+template <typename P>
+__device__ __forceinline__ P ShuffleFrom(P value, int lane) {
+  constexpr int kWords = sizeof(P) / sizeof(float);
+  struct Words {
+    float w[kWords];
+  };
+  Words words = std::bit_cast<Words>(value);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words.w[i] = __shfl_sync(kAllLanes, words.w[i], lane);
+  return std::bit_cast<P>(words);
+}
+
+// plan.rows_per_block counts bundles. There are at least as many rows as kBundleStep bundles have.
+template <typename Op, int kRows>
+__global__ void __launch_bounds__(kMaxBundleThreads, 3)
+    BundleKernel(const __grid_constant__ Op op, const BlockPlan plan) {
+  using V = typename Stage<Op>::V;
+  using Partial = typename Op::Partial;
+  static_assert(Op::kMode != Mode::kGeneral);
+  constexpr int kStep = kBundleStep<Op>;
+  constexpr int kLanes = kWarp / kRows;  // that merge one row's partials
+  static_assert(kLanes >= kMaxBundleThreads / kWarp && kLanes >= kMaxPortableCluster);
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
+  __shared__ BundleShared<Partial, kRows> shared;
+  const int threads = plan.threads_per_row;
+  int thread = threadIdx.x, group = 0, rank = 0;
+  int64_t index = blockIdx.x;
+  if (plan.rows_per_block > 1) {
+    thread &= threads - 1;
+    group = threadIdx.x / threads;
+    index = index * plan.rows_per_block + group;
+  } else if (plan.cluster > 1) {
+    ClusterStart(&shared.barrier);
+    index = blockIdx.x / plan.cluster;
+    rank = blockIdx.x % plan.cluster;
+  }
+  // The last rows are shared by two bundles where their number is not a multiple; both write the same values.
+  const int64_t first_row = min(index / kStep * (kStep * kRows), op.rows - kStep * kRows) + index % kStep;
+  const typename Op::Row row = op.Begin(first_row);
+  const int64_t stride = int64_t{kStep} * row.grid.cols;  // from row to row, in elements
+  const int inputs = op.Inputs();
+  const int begin = rank * plan.part_slots;
+  const int end = max(begin, min(begin + plan.part_slots, row.grid.Slots()));
+  const int middle = begin + (end - begin + threads) / (2 * threads) * threads;
+  V* const base = reinterpret_cast<V*>(shared_bytes) + group * plan.part_slots * inputs * kRows;
+  // Input k of slot `slot` of row r; each thread reads only what it copied.
+  const auto at = [&](int r, int slot, int k) -> V& { return base[(r * inputs + k) * plan.part_slots + slot - begin]; };
+
+  {
+    typename Op::Row rows[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rows[r] = op.Begin(first_row + r * kStep);
+    // As in Stage, each half a group of copies.
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int to = half == 0 ? middle : end;
+      for (int slot = (half == 0 ? begin : middle) + thread; slot < to; slot += threads) {
+#pragma unroll
+        for (int k = 0; k < Op::kInputs; ++k) {
+          if (!op.Has(k)) continue;
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            CopySlotAsync<Op::kMode>(&at(r, slot, k), op.Input(rows[r], k), row.grid.First(slot));
+          }
+        }
+      }
+      CopyCommit();
+    }
+  }
+  if (plan.cluster > 1) ClusterWait();
+
+  op.WithVariant([&](auto variant) {
+    typename Op::template Running<kRows> running = {};
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0) {
+        CopyWait<1>();
+      } else {
+        CopyWait<0>();
+      }
+      const int from = (half == 0 ? begin : middle) + thread, to = half == 0 ? middle : end;
+      if (inputs > 1) {
+        for (int slot = from; slot < to; slot += threads) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            op.Combine(op.Shifted(row, r * stride), slot, at(r, slot, 0), at(r, slot, 1));
+          }
+        }
+      }
+#pragma unroll 1
+      for (int slot = from; slot < to; slot += threads) {
+        typename Op::Slot kept[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) op.DecodeCombined(row, slot, at(r, slot, 0), kept[r]);
+        op.Accumulate(variant, kept, running);
+      }
+    }
+    Partial own[kRows];
+    op.Totals(variant, running, own);
+    op.MergeLanes(variant, own, min(threads, kWarp));
+    typename Op::Final final[kRows];
+    if (threads <= kWarp) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (thread == 0) op.StoreRow(variant, first_row + r * kStep, own[r]);
+        final[r] = op.Finish(variant, own[r]);
+      }
+    } else {
+      // All rows at once: lane (r, i) merges what warp i, and then block i, has of row r.
+      const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = threads / kWarp;
+      const int r = lane / kLanes, i = lane % kLanes, first_warp = group * warps;
+      if (lane == 0) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) shared.warps[r][warp] = own[r];
+      }
+      __syncthreads();
+      Partial total[1] = {i < warps ? shared.warps[r][first_warp + i] : Partial::Identity()};
+      op.MergeLanes(variant, total, kLanes);
+      if (plan.cluster > 1) {
+        if (warp == 0 && i < plan.cluster) SendToPeer(&shared.blocks[r][rank], &shared.barrier, i, total[0]);
+        ReceiveFromPeers(&shared.barrier, plan.cluster * kRows * static_cast<int>(sizeof(Partial)), 0);
+        total[0] = i < plan.cluster ? shared.blocks[r][i] : Partial::Identity();
+        op.MergeLanes(variant, total, kLanes);
+      }
+      if (rank == 0 && warp == first_warp && i == 0) op.StoreRow(variant, first_row + r * kStep, total[0]);
+      const auto finished = op.Finish(variant, total[0]);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) final[r] = ShuffleFrom(finished, r * kLanes);
+    }
+#pragma unroll 1
+    for (int slot = begin + thread; slot < end; slot += threads) {
+      const auto loaded = op.LoadForStore(variant, row, slot);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        typename Op::Slot kept;
+        op.DecodeCombined(row, slot, at(r, slot, 0), kept);
+        op.StoreCombined(variant, op.Shifted(row, r * stride), slot, kept, loaded, final[r]);
+      }
+    }
   });
 }
 
@@ -389,7 +624,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
   const Stage<Op> stage = StageChunk(op, row, plan, blockIdx.x, shared_bytes);
   stage.CopyHalves(/*reduce_only=*/true);
-  op.WithVariant([&](auto variant) {
+  WithRowVariant(op, [&](auto variant) {
     const auto total = MergeWarps(stage.ReduceHalves(variant), blockDim.x / kWarp, shared);
     if (threadIdx.x == 0) partials[blockIdx.x] = total;
   });
@@ -412,7 +647,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const Partial total = MergeWarps(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, shared);
   CopyWait<0>();
   stage.PadEdges(stage.begin, stage.end);
-  op.WithVariant([&](auto variant) {
+  WithRowVariant(op, [&](auto variant) {
     if (stage.begin == 0 && threadIdx.x == 0) op.StoreRow(variant, plan.first_row + item / plan.chunks, total);
     stage.Store(variant, total);
   });
@@ -429,7 +664,6 @@ inline int NextPowerOfTwo(int64_t n) { return static_cast<int>(std::bit_ceil(sta
 inline constexpr int kMaxPartBytes = 100 << 10;  // per input that every call has
 template <typename Op>
 inline constexpr int kClusterPartBytes = (Op::kColumnInputs == 1 ? 43 : 64) << 10;  // of all inputs
-inline constexpr int kMaxPortableCluster = 8;
 inline constexpr int kMinFewSlots = 2048;  // of a row: shorter ones are not worth a cluster
 
 template <typename Op>
@@ -444,6 +678,46 @@ int MaxRowSlots(const Op& op, const DeviceInfo& device) {
   return MaxPartSlots(op, device) * (device.clusters ? kMaxPortableCluster : 1);
 }
 
+// Of a bundle, per block: three blocks share a multiprocessor.
+inline constexpr int kMaxBundleBytes = 72 << 10;
+inline constexpr int kBundleSlotsPerThread = 16;  // of all rows
+
+// The Bundle tier with kRows rows; false if it does not suit.
+template <typename Op, int kRows>
+bool PlanBundle(const DeviceInfo& device, const Op& op, int slots, BlockPlan& plan) {
+  constexpr int kBlockThreads = 128, kSlots = kBundleSlotsPerThread / kRows;
+  const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
+  // Too few rows to fill the device: then they are better spread one by one.
+  if (op.rows * row_bytes < int64_t{3} * device.sms * kMaxBundleBytes) return false;
+  if (op.rows < kRows * kBundleStep<Op>) return false;
+  const int64_t cluster = CeilDiv(row_bytes * kRows, kMaxBundleBytes);
+  if (cluster > (device.clusters ? kMaxPortableCluster : 1)) return false;
+  plan = {.cluster = static_cast<int>(cluster), .part_slots = static_cast<int>(CeilDiv(slots, cluster))};
+  const int whole = std::max(1, plan.part_slots - (Op::kMode == Mode::kPlain ? 0 : 1));  // as in LaunchRow
+  const int64_t threads = CeilDiv(whole, kSlots);
+  if (threads <= kBlockThreads && cluster == 1) {
+    plan.threads_per_row = NextPowerOfTwo(threads);
+    plan.rows_per_block = kBlockThreads / plan.threads_per_row;
+  } else {
+    const int64_t turns = std::max<int64_t>(kSlots, CeilDiv(whole, kMaxBundleThreads));
+    const int64_t warps = CeilDiv(CeilDiv(whole, turns), kWarp);
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxBundleThreads));
+  }
+  return true;
+}
+
+template <typename Op, int kRows>
+ffi::Error LaunchBundle(const DeviceInfo& device, cudaStream_t stream, const Op& op, const BlockPlan& plan,
+                        const char* name) {
+  constexpr int kStep = kBundleStep<Op>;
+  const int64_t bundles = CeilDiv(op.rows, kStep * kRows) * kStep;
+  const Grid grid = {.blocks = CeilDiv(bundles, plan.rows_per_block) * plan.cluster,
+                     .threads = plan.threads_per_row * plan.rows_per_block,
+                     .shared_bytes = plan.part_slots * kVecBytes * op.Inputs() * kRows * plan.rows_per_block,
+                     .cluster = plan.cluster};
+  return Launch<BundleKernel<Op, kRows>>(device, stream, grid, name, op, plan);
+}
+
 template <typename Op>
 ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
@@ -453,10 +727,27 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
       const int items = slots == 1 ? 1 : is_short ? kShortWarpItems : kWarpItems<Op>;
       const int lanes = NextPowerOfTwo(CeilDiv(slots, items));
       const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
-      const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes), .threads = kWarpThreads};
-      if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, op, log2_lanes);
-      if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, op, log2_lanes);
-      return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, op, log2_lanes);
+      constexpr int kRows = Op::kBundles ? 2 : 1;
+      const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes * kRows), .threads = kWarpThreads};
+      const auto launch = [&]<int kItems>(std::integral_constant<int, kItems>) {
+        if constexpr (Op::kBundles) {
+          return Launch<WarpBundleKernel<Op, kItems, kRows>>(device, stream, grid, name, op, log2_lanes);
+        } else {
+          return Launch<WarpRowKernel<Op, kItems>>(device, stream, grid, name, op, log2_lanes);
+        }
+      };
+      if (items == 1) return launch(std::integral_constant<int, 1>());
+      if (items == 2) return launch(std::integral_constant<int, 2>());
+      return launch(std::integral_constant<int, kWarpItems<Op>>());
+    }
+  }
+  if constexpr (Op::kBundles) {
+    BlockPlan plan;
+    if (op.CanBundle() && PlanBundle<Op, 4>(device, op, slots, plan)) {
+      return LaunchBundle<Op, 4>(device, stream, op, plan, name);
+    }
+    if (op.CanBundle() && PlanBundle<Op, 2>(device, op, slots, plan)) {
+      return LaunchBundle<Op, 2>(device, stream, op, plan, name);
     }
   }
   const int slot_bytes = kVecBytes * op.Inputs();

@@ -17,6 +17,7 @@ struct SoftmaxBwd {
   static constexpr int kColumnInputs = 2;
   static constexpr int kSlotsPerThread = 4;
   static constexpr int kUnroll = kGeneral ? 1 : 2;
+  static constexpr bool kBundles = false;
 
   int64_t rows;
   int cols;
@@ -156,11 +157,14 @@ struct SoftmaxBwd {
     return {total.sum * factor};
   }
 
+  struct Loaded {};
   template <typename Variant>
-  __device__ __forceinline__ void LoadForStore(Variant, const Row&, int, Slot&) const {}
+  __device__ __forceinline__ Loaded LoadForStore(Variant, const Row&, int) const {
+    return {};
+  }
 
   template <typename Variant>
-  __device__ __forceinline__ void Store(Variant form, const Row& row, int slot, const Slot& kept,
+  __device__ __forceinline__ void Store(Variant form, const Row& row, int slot, const Slot& kept, const Loaded&,
                                         const Final& final) const {
     Acc result[kVec];
 #pragma unroll

@@ -17,6 +17,7 @@ struct SoftmaxFwd {
   static constexpr int kColumnInputs = 1;           // x
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral ? 1 : 4;  // kGeneral: registers are scarce
+  static constexpr bool kBundles = false;
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 
   int64_t rows;
@@ -208,11 +209,14 @@ struct SoftmaxFwd {
     return {Reciprocal<T>(total.sum), zero_or_nan};
   }
 
+  struct Loaded {};
   template <typename Variant>
-  __device__ __forceinline__ void LoadForStore(Variant, const Row&, int, Slot&) const {}
+  __device__ __forceinline__ Loaded LoadForStore(Variant, const Row&, int) const {
+    return {};
+  }
 
   template <typename Variant>
-  __device__ __forceinline__ void Store(Variant log, const Row& row, int slot, const Slot& kept,
+  __device__ __forceinline__ void Store(Variant log, const Row& row, int slot, const Slot& kept, const Loaded&,
                                         const Final& final) const {
     Acc out[kVec];
 #pragma unroll

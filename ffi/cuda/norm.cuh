@@ -102,7 +102,7 @@ struct DeviceParameter {
   template <bool kAligned, typename Narrow>
   static __device__ __forceinline__ void Load(Narrow narrow, const void* row, int first, int cols,
                                               AccT<T> (&values)[kVecSize<T>]) {
-    if (narrow) {
+    if (std::is_same_v<T, AccT<T>> || narrow) {  // not the same code twice
       LoadParameters<T, T, kAligned>(static_cast<const T*>(row), first, cols, values);
     } else {
       LoadParameters<T, AccT<T>, kAligned>(static_cast<const AccT<T>*>(row), first, cols, values);

@@ -297,9 +297,9 @@ struct NormFwd {
   }
 
   // Sums of the deviations from a pivot and of their squares: three operations for each element and nothing to merge.
-  // The pivot is the mean of this thread's first slot, or an element if it is not full. However far that lies from the mean of all, its own
-  // elements contribute to the squares as much per element, so that at most the ratio of the two counts is lost to
-  // cancellation.
+  // The pivot is the mean of this thread's first slot, or an element if that is not full. However far it lies from the
+  // mean of all, its own elements add as much to the squares, each, so that no more than the ratio of the two counts
+  // is lost to cancellation.
   template <int kN>
   struct Running {
     Acc count;

@@ -503,26 +503,44 @@ __global__ void __launch_bounds__(kMaxBundleThreads, 3)
   // Input k of slot `slot` of row r; each thread reads only what it copied.
   const auto at = [&](int r, int slot, int k) -> V& { return base[(r * inputs + k) * plan.part_slots + slot - begin]; };
 
-  {
-    typename Op::Row rows[kRows];
+  typename Op::Row rows[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) rows[r] = op.Begin(first_row + r * kStep);
-    // As in Stage, each half a group of copies.
+  for (int r = 0; r < kRows; ++r) rows[r] = op.Begin(first_row + r * kStep);
+  // Only the last rows may end in a slot that is not all in the array.
+  bool whole = true;
+#pragma unroll
+  for (int k = 0; k < Op::kInputs; ++k) {
+    if (op.Has(k)) whole = whole && row.grid.First(end) <= op.Input(rows[kRows - 1], k).end;
+  }
+  // As in Stage, each half a group of copies.
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const int to = half == 0 ? middle : end;
-      for (int slot = (half == 0 ? begin : middle) + thread; slot < to; slot += threads) {
+  for (int half = 0; half < 2; ++half) {
+    const int from = (half == 0 ? begin : middle) + thread, to = half == 0 ? middle : end;
+    if (Op::kMode == Mode::kPlain || whole) {
+      for (int slot = from; slot < to; slot += threads) {
 #pragma unroll
         for (int k = 0; k < Op::kInputs; ++k) {
           if (!op.Has(k)) continue;
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
-            CopySlotAsync<Op::kMode>(&at(r, slot, k), op.Input(rows[r], k), row.grid.First(slot));
+            CopySlotAsync<Mode::kPlain>(&at(r, slot, k), op.Input(rows[r], k), row.grid.First(slot));
           }
         }
       }
-      CopyCommit();
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < kRows; ++r) {
+        const typename Op::Row one = op.Begin(first_row + r * kStep);
+#pragma unroll 1
+        for (int slot = from; slot < to; slot += threads) {
+#pragma unroll
+          for (int k = 0; k < Op::kInputs; ++k) {
+            if (op.Has(k)) CopySlotAsync<Op::kMode>(&at(r, slot, k), op.Input(one, k), row.grid.First(slot));
+          }
+        }
+      }
     }
+    CopyCommit();
   }
   if (plan.cluster > 1) ClusterWait();
 
@@ -537,8 +555,9 @@ __global__ void __launch_bounds__(kMaxBundleThreads, 3)
       }
       const int from = (half == 0 ? begin : middle) + thread, to = half == 0 ? middle : end;
       if (inputs > 1) {
+#pragma unroll 1
         for (int slot = from; slot < to; slot += threads) {
-#pragma unroll
+#pragma unroll(Op::kMode == Mode::kPlain ? kRows : 1)
           for (int r = 0; r < kRows; ++r) {
             op.Combine(op.Shifted(row, r * stride), slot, at(r, slot, 0), at(r, slot, 1));
           }
@@ -703,7 +722,8 @@ bool PlanBundle(const DeviceInfo& device, const Op& op, int slots, BlockPlan& pl
     const int64_t warps = CeilDiv(CeilDiv(whole, turns), kWarp);
     plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxBundleThreads));
   }
-  return true;
+  const int shared_bytes = plan.part_slots * kVecBytes * op.Inputs() * kRows * plan.rows_per_block;
+  return shared_bytes <= device.max_shared_bytes - kStaticSharedBytes;
 }
 
 template <typename Op, int kRows>

@@ -281,7 +281,7 @@ def _table(rich, records: Sequence[dict], head: dict, options):
     )
     if on_gpu and not all(r["cold"] for r in records):
         table.caption += " L2: the data may have been in the cache."
-    table.add_column("case", overflow="fold")
+    table.add_column("case", overflow="fold", min_width=16)
     table.add_column("direction", no_wrap=True)
     for name in ("time", "bytes/s", "of copy"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -71,7 +71,9 @@ def value_and_vjp(function):
     return run
 
 
-def check(op, x, parameters=None, residual=False, seed=5, floor=16.0, **options):
+def check(
+    op, x, parameters=None, residual=False, seed=5, floor=16.0, implementation=None, **options
+):
     """Results and all gradients against the oracle, errors next to XLA's.
 
     Args:
@@ -81,6 +83,7 @@ def check(op, x, parameters=None, residual=False, seed=5, floor=16.0, **options)
       residual: whether to add one.
       seed: of all else.
       floor: of the gradients.
+      implementation: of jaxnorm's call.
       **options: of the call.
     """
     dtype = x.dtype.name
@@ -96,13 +99,13 @@ def check(op, x, parameters=None, residual=False, seed=5, floor=16.0, **options)
     dy, ds = rand(x.shape, dtype, seed + 4, 1.0), rand(x.shape, dtype, seed + 5, 1.0)
     ct = (dy, ds) if residual else dy
 
-    def of(function):
+    def of(function, **more):
         def call(*args):
-            return function(**dict(zip(names, args, strict=True)), **options)
+            return function(**dict(zip(names, args, strict=True)), **options, **more)
 
         return value_and_vjp(call)(args, ct)
 
-    got, bars = of(getattr(jaxnorm, op))
+    got, bars = of(getattr(jaxnorm, op), implementation=implementation)
     xla, xla_bars = of(functools.partial(formula, op))
     given = dict(zip(names, args, strict=True))
     if residual:

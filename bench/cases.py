@@ -168,7 +168,14 @@ def _tags(*names: str) -> frozenset[str]:
 _CI, _GPU = _tags("ci"), _tags("full", "gpu")
 
 
-def _softmax_cases(op: str) -> list[Case]:
+def _tagged(ci: list[Case], full: list[Case]) -> list[Case]:
+    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
+        dataclasses.replace(c, tags=_GPU) for c in full
+    ]
+
+
+def _row_cases(op: str, dtype: str) -> tuple[list[Case], list[Case]]:
+    """Rows of all lengths, for CI and in full: what every operation along the last axis is timed on."""
     ci = [
         Case(op, (8192, 32)),
         Case(op, (4096, 128)),
@@ -180,15 +187,21 @@ def _softmax_cases(op: str) -> list[Case]:
         Case(op, (256, 4096)),
         Case(op, (32, 50257)),
         Case(op, (4, 262144)),
-        Case(op, (8, 256, 256), axis=1),
-        Case(op, (4, 64, 28, 28), axis=1),
-        Case(op, (2, 4, 256, 256), where_shape=(2, 1, 1, 256), scale=0.125),
     ]
     rows = 49152
     columns = (32, 64, 128, 256, 512, 1023, 1024, 2048, 4095, 4096, 8192, 16384, 32768)
     shapes = [(rows, c) for c in columns]
     shapes += [(8192, 50257), (8192, 128256), (64, 131072), (8, 1048576)]
-    full = [Case(op, shape, dtype="float16") for shape in shapes]
+    return ci, [Case(op, shape, dtype=dtype) for shape in shapes]
+
+
+def _softmax_cases(op: str) -> list[Case]:
+    ci, full = _row_cases(op, "float16")
+    ci += [
+        Case(op, (8, 256, 256), axis=1),
+        Case(op, (4, 64, 28, 28), axis=1),
+        Case(op, (2, 4, 256, 256), where_shape=(2, 1, 1, 256), scale=0.125),
+    ]
     full += [
         Case(op, (64, 1024, 1024), axis=1, dtype="float16"),
         Case(op, (256, 64, 56, 56), axis=1, dtype="float16"),
@@ -207,9 +220,7 @@ def _softmax_cases(op: str) -> list[Case]:
             Case(op, (4, 16, 2048, 2048), where_shape=(1, 1, 2048, 2048), **attention),
             Case(op, (16, 16, 1024, 1024), bias_shape=(1, 16, 1024, 1024), **attention),
         ]
-    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
-        dataclasses.replace(c, tags=_GPU) for c in full
-    ]
+    return _tagged(ci, full)
 
 
 def _relu_cases(op: str) -> list[Case]:
@@ -231,32 +242,12 @@ def _relu_cases(op: str) -> list[Case]:
         Case(op, (256, 56, 56, 167), dtype="float16"),
         Case(op, (16384, 4096), dtype="float32"),
     ]
-    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
-        dataclasses.replace(c, tags=_GPU) for c in full
-    ]
+    return _tagged(ci, full)
 
 
 def _norm_cases(op: str) -> list[Case]:
-    ci = [
-        Case(op, (8192, 32)),
-        Case(op, (4096, 128)),
-        Case(op, (2048, 513)),
-        Case(op, (1024, 1023)),
-        Case(op, (1024, 1024)),
-        Case(op, (1024, 1024), dtype="bfloat16"),
-        Case(op, (1024, 1024), dtype="float16"),
-        Case(op, (256, 4096)),
-        Case(op, (32, 50257)),
-        Case(op, (4, 262144)),
-    ]
-    rows = 49152
-    columns = (32, 64, 128, 256, 512, 1023, 1024, 2048, 4095, 4096, 8192, 16384, 32768)
-    shapes = [(rows, c) for c in columns]
-    shapes += [(8192, 50257), (8192, 128256), (64, 131072), (8, 1048576)]
-    full = [Case(op, shape, dtype="bfloat16") for shape in shapes]
-    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
-        dataclasses.replace(c, tags=_GPU) for c in full
-    ]
+    ci, full = _row_cases(op, "bfloat16")
+    return _tagged(ci, full)
 
 
 def _program_cases() -> list[Case]:

@@ -7,11 +7,6 @@
 
 namespace jaxnorm {
 
-template <int kCount>
-struct Words {
-  uint32_t w[kCount];
-};
-
 // All elements, in the arithmetic's dtype. By words, bfloat16 takes one instruction for each.
 template <typename U, int N>
 __device__ __forceinline__ void ToAccAll(const Vec<U, N>& from, AccT<U> (&to)[N]) {

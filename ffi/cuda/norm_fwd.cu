@@ -11,11 +11,7 @@ namespace jaxnorm {
 namespace {
 
 // 1 / x; for float32 one instruction, off by less than 2^-23.
-__device__ __forceinline__ float Reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
+__device__ __forceinline__ float Reciprocal(float x) { return ApproximateReciprocal(x); }
 __device__ __forceinline__ double Reciprocal(double x) { return 1 / x; }
 
 // x^-1/2. For float32 the instruction's result and one step of Newton's method, which knows no infinities.

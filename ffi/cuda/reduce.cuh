@@ -28,17 +28,23 @@ __device__ __forceinline__ Acc LaneReduce(Acc value, int width, F merge) {
   return value;
 }
 
+// f of each word of `value`.
+template <typename P, typename F>
+__device__ __forceinline__ P MapWords(P value, F f) {
+  auto words = std::bit_cast<WordsOf<P>>(value);
+#pragma unroll
+  for (uint32_t& word : words.w) word = f(word);
+  return std::bit_cast<P>(words);
+}
+
 template <typename P>
 __device__ __forceinline__ P ShuffleXor(P value, int offset) {
-  static_assert(sizeof(P) % sizeof(float) == 0);
-  constexpr int kWords = sizeof(P) / sizeof(float);
-  struct Words {
-    float w[kWords];
-  };
-  Words words = std::bit_cast<Words>(value);
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) words.w[i] = __shfl_xor_sync(kAllLanes, words.w[i], offset);
-  return std::bit_cast<P>(words);
+  return MapWords(value, [=](uint32_t word) { return __shfl_xor_sync(kAllLanes, word, offset); });
+}
+
+template <typename P>
+__device__ __forceinline__ P ShuffleFrom(P value, int lane) {
+  return MapWords(value, [=](uint32_t word) { return __shfl_sync(kAllLanes, word, lane); });
 }
 
 // ---- Thread-block clusters (no-ops that are never called before sm_90) ----
@@ -76,17 +82,13 @@ __device__ __forceinline__ void ClusterWait() {
 template <typename P>
 __device__ __forceinline__ void SendToPeer(P* local, uint64_t* barrier, int rank, P value) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kWords = sizeof(P) / sizeof(uint32_t);
-  struct Words {
-    uint32_t w[kWords];
-  };
-  const Words words = std::bit_cast<Words>(value);
+  const auto words = std::bit_cast<WordsOf<P>>(value);
   uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
   uint32_t counter = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(counter), "r"(rank));
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
+  for (int i = 0; i < static_cast<int>(sizeof(P) / sizeof(uint32_t)); ++i) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + 4 * i),
         "r"(words.w[i]), "r"(counter)

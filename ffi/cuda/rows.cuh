@@ -455,18 +455,6 @@ struct BundleShared {
   uint64_t barrier;
 };
 
-template <typename P>
-__device__ __forceinline__ P ShuffleFrom(P value, int lane) {
-  constexpr int kWords = sizeof(P) / sizeof(float);
-  struct Words {
-    float w[kWords];
-  };
-  Words words = std::bit_cast<Words>(value);
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) words.w[i] = __shfl_sync(kAllLanes, words.w[i], lane);
-  return std::bit_cast<P>(words);
-}
-
 // plan.rows_per_block counts bundles. There are at least as many rows as kBundleStep bundles have.
 template <typename Op, int kRows>
 __global__ void __launch_bounds__(kMaxBundleThreads, 3)

@@ -33,9 +33,7 @@ __device__ __forceinline__ AccT<T> Exp(AccT<T> x) {
 template <typename T>
 __device__ __forceinline__ AccT<T> Reciprocal(AccT<T> x) {
   if constexpr (sizeof(T) == 2) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
+    return ApproximateReciprocal(x);
   } else {
     return 1 / x;
   }

@@ -35,6 +35,13 @@ __device__ __forceinline__ float ToAcc(__nv_bfloat16 x) { return __bfloat162floa
 __device__ __forceinline__ float ToAcc(float x) { return x; }
 __device__ __forceinline__ double ToAcc(double x) { return x; }
 
+// 1 / x in one instruction, off by less than 2^-23.
+__device__ __forceinline__ float ApproximateReciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // Rounds to nearest, ties to even.
 template <typename T>
 __device__ __forceinline__ T FromAcc(AccT<T> x) {
@@ -60,6 +67,14 @@ template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
+
+// The same bits as 32-bit words, which is what shuffles and shifts take.
+template <int kCount>
+struct Words {
+  uint32_t w[kCount];
+};
+template <typename P>
+using WordsOf = Words<sizeof(P) / sizeof(uint32_t)>;
 
 // Rounds N values at once: the 16-bit types have an instruction that converts and packs two.
 template <typename T, int N>

@@ -50,13 +50,6 @@ struct SoftmaxBwd {
   struct Slot {
     Vec<T, kVec> y, t;
     unsigned masked;
-    static __device__ __forceinline__ Slot Neutral() {
-      Slot s;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) s.y.v[i] = s.t.v[i] = FromAcc<T>(Acc(0));
-      s.masked = 0;
-      return s;
-    }
   };
   struct Final {
     Acc scaled_sum;

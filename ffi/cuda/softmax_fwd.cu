@@ -54,16 +54,6 @@ struct SoftmaxFwd {
     Vec<T, kVec> x;   // after Decode, except
     Acc v[kVec];      // kGeneral: z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
     unsigned masked;  // kGeneral: bit i: element i is masked
-    static __device__ __forceinline__ Slot Neutral() {
-      Slot s;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        s.x.v[i] = FromAcc<T>(-Acc(INFINITY));
-        s.v[i] = -Acc(INFINITY);
-      }
-      s.masked = 0;
-      return s;
-    }
   };
   struct Final {
     Acc scale, shift;  // y = v * scale + shift

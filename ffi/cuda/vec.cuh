@@ -206,12 +206,6 @@ ffi::Error DispatchFloat(ffi::DataType dtype, F&& f) {
   }
 }
 
-// Calls f(std::bool_constant<value>()): a run-time flag becomes a template argument without a macro.
-template <typename F>
-ffi::Error DispatchBool(bool value, F&& f) {
-  return value ? f(std::true_type()) : f(std::false_type());
-}
-
 // `what` names the call that returned `status`.
 inline ffi::Error LaunchStatus(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return ffi::Error::Success();

@@ -13,6 +13,8 @@
 
 namespace jaxnorm {
 
+inline constexpr int kMaxDevices = 64;
+
 struct DeviceInfo {
   int ordinal = 0;
   int sms = 0;
@@ -23,7 +25,6 @@ struct DeviceInfo {
 
 // Of the current device, which XLA makes that of the call's stream. Cached: handlers run on every execution.
 inline ffi::Error CurrentDevice(const DeviceInfo** info) {
-  constexpr int kMaxDevices = 64;
   static std::array<DeviceInfo, kMaxDevices> devices;
   static std::array<std::atomic<bool>, kMaxDevices> known;
   static std::mutex mutex;
@@ -54,7 +55,7 @@ inline ffi::Error CurrentDevice(const DeviceInfo** info) {
 }
 
 // Of shared memory, kept for a kernel's own variables; the dynamic part can have the rest.
-inline constexpr int kStaticSharedBytes = 2048;
+inline constexpr int kStaticSharedBytes = 2560;
 
 struct Grid {
   int64_t blocks = 0;
@@ -63,6 +64,42 @@ struct Grid {
   int cluster = 1;  // consecutive blocks that share a row
 };
 
+inline constexpr int kMaxCluster = 16;         // blocks
+inline constexpr int kMaxPortableCluster = 8;  // on every device that has clusters
+
+// How many clusters of `cluster` blocks (a power of two), of `threads` threads and all of a multiprocessor's shared
+// memory each, run at the same time: the multiprocessors that share a cluster's hardware need not be a multiple of it.
+// 0 where the device has no such clusters. Asked once for a kernel, a device and a size.
+template <auto kKernel>
+int ActiveClusters(const DeviceInfo& device, int threads, int cluster) {
+  if (!device.clusters) return 0;
+  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kMaxDevices> known;  // one more than that, or 0
+  std::atomic<int>& cached = known[device.ordinal][cluster];
+  if (const int value = cached.load(std::memory_order_relaxed); value > 0) return value - 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = device.max_shared_bytes - kStaticSharedBytes;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  const bool allowed =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(config.dynamicSmemBytes)) == cudaSuccess &&
+      (cluster <= kMaxPortableCluster ||
+       cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess) &&
+      cudaOccupancyMaxActiveClusters(&count, kKernel, &config) == cudaSuccess;
+  if (!allowed) {
+    cudaGetLastError();  // a device that refuses is no error of the next call
+    count = 0;
+  }
+  cached.store(count + 1, std::memory_order_relaxed);
+  return count;
+}
+
 // Launches kKernel(args...). The opt-in to large shared memory belongs to a kernel and a device, so it is remembered
 // for both; a process may use several devices.
 template <auto kKernel, typename... Args>
@@ -70,7 +107,7 @@ ffi::Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& gri
                   const Args&... args) {
   static std::atomic<uint64_t> opted_in{0};
   const uint64_t bit = uint64_t{1} << device.ordinal;
-  if (grid.shared_bytes > 48 * 1024 && !(opted_in.load(std::memory_order_relaxed) & bit)) {
+  if (grid.shared_bytes > 48 * 1024 - kStaticSharedBytes && !(opted_in.load(std::memory_order_relaxed) & bit)) {
     if (cudaError_t status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   device.max_shared_bytes - kStaticSharedBytes);
         status != cudaSuccess) {

@@ -28,17 +28,16 @@ __device__ __forceinline__ void ShiftWords(uint32_t (&words)[kCount], bool shift
   for (int i = 0; i + kStep < kCount; ++i) words[i] = shift ? words[i + kStep] : words[i];
 }
 
-// Elements [first, first + kVec) of a row of `cols` parameters. kAligned: that is a whole number of 16-byte vectors.
+// Elements [first, first + kVec) of a row of `cols`. kAligned: that is a whole number of 16-byte vectors.
 //
 // Otherwise, inside the row, the aligned vectors around them are loaded and shifted into place: loads one by one would
 // take several times as many passes through L1. At the row's ends, where these vectors could reach beyond the array,
 // elements are loaded one by one, and are 0 outside the row.
-template <typename T, typename U, bool kAligned>
-__device__ __forceinline__ void LoadParameters(const U* row, int first, int cols, AccT<T> (&values)[kVecSize<T>]) {
-  constexpr int kVec = kVecSize<T>, kWide = kVecSize<U>;
+template <typename U, int kVec, bool kAligned>
+__device__ __forceinline__ Vec<U, kVec> LoadWords(const U* row, int first, int cols) {
+  constexpr int kWide = kVecSize<U>;
   constexpr int kVectors = kVec / kWide;
   constexpr int kWordsPerVector = kVecBytes / sizeof(uint32_t);
-  Vec<U, kVec> loaded;
   if (kAligned || (first >= kWide && first + kVec + kWide <= cols)) {
     constexpr int kWords = kVectors * kWordsPerVector, kMoreWords = kWords + kWordsPerVector;
     const int excess = kAligned ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row + first) % kVecBytes);
@@ -65,14 +64,14 @@ __device__ __forceinline__ void LoadParameters(const U* row, int first, int cols
     Words<kWords> inside;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) inside.w[i] = words[i];
-    loaded = std::bit_cast<Vec<U, kVec>>(inside);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      loaded.v[i] = first + i >= 0 && first + i < cols ? row[first + i] : FromAcc<U>(AccT<U>(0));
-    }
+    return std::bit_cast<Vec<U, kVec>>(inside);
   }
-  ToAccAll(loaded, values);
+  Vec<U, kVec> values;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    values.v[i] = first + i >= 0 && first + i < cols ? row[first + i] : FromAcc<U>(AccT<U>(0));
+  }
+  return values;
 }
 
 // Scale or bias of a call on arrays of T: one row of T (narrow) or of the arithmetic's dtype for each group, or for
@@ -98,9 +97,9 @@ struct DeviceParameter {
   static __device__ __forceinline__ void Load(Narrow narrow, const void* row, int first, int cols,
                                               AccT<T> (&values)[kVecSize<T>]) {
     if (std::is_same_v<T, AccT<T>> || narrow) {  // not the same code twice
-      LoadParameters<T, T, kAligned>(static_cast<const T*>(row), first, cols, values);
+      ToAccAll(LoadWords<T, kVecSize<T>, kAligned>(static_cast<const T*>(row), first, cols), values);
     } else {
-      LoadParameters<T, AccT<T>, kAligned>(static_cast<const AccT<T>*>(row), first, cols, values);
+      ToAccAll(LoadWords<AccT<T>, kVecSize<T>, kAligned>(static_cast<const AccT<T>*>(row), first, cols), values);
     }
   }
 };

@@ -1,18 +1,20 @@
 // layer_norm and rms_norm, backward: the formulas are in norm_args.h.
 //
 // x and dy are read once, dx is written once. Gradients of the parameters are sums over rows, so blocks stay for many
-// rows: a thread owns the same columns of each of its rows and keeps their sums in registers. A block then leaves one
-// row of partial sums in float32, and a second, small launch adds those up. Nothing depends on the order in which blocks
-// run, so results are the same bits every time.
+// rows: a thread owns the same columns of each of its rows and keeps their scale and their sums in registers. A block
+// then leaves one row of partial sums in float32, and a second, small launch adds those up. Nothing depends on the order
+// in which blocks run, so results are the same bits every time.
 //
-// While one row is reduced, the next ones are on their way to shared memory. Each thread copies and reads its own slots
-// only, which takes no barrier.
+// Rows are on their way to shared memory several turns before they are needed. Each thread copies and reads its own
+// slots only, which takes no barrier. What a turn does is shifted by one row between the two passes: the first one sums
+// row t + 1 while the sums of row t travel between warps and between the blocks of a cluster, then the second one writes
+// row t.
 //
-// Rows too long for the blocks of a cluster are read twice, through L2: one launch reduces them, and a second one, whose
-// threads own columns, takes all rows in turn.
+// Rows that no cluster can hold are read twice, through L2: one launch reduces them, and a second one writes dx.
 #include <algorithm>
 
 #include "launch.cuh"
+#include "norm.cuh"
 #include "norm_args.h"
 #include "operand.cuh"
 #include "reduce.cuh"
@@ -51,67 +53,88 @@ struct NormBwd {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kGeneral = kMode == Mode::kGeneral;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kSlots = kGeneral ? 2 : 4;  // of a row per thread: more do not fit the registers
+  static constexpr int kSlots = kGeneral || sizeof(T) == 2 ? 2 : 4;  // of a row per thread: more do not fit the registers
   using V = Vec<T, kVec>;
   using Sums = RowSums<Acc, kGeneral ? 3 : 2>;
 
-  int64_t rows_per_group;
+  int64_t rows, rows_per_group;
   int cols;
   int arrays;  // x, dy and, with need_x, dsum
-  bool center, need_x, need_scale, need_bias, scale_is_acc;
+  bool center, need_x, need_scale, need_bias, narrow;
   DeviceOperand<T> x, dy, dsum;
   DeviceOperand<bool> mask;
   DeviceOperand<Acc> mean, rstd;
-  const void* scale;
-  int64_t scale_stride;  // from one group's to the next's
-  Acc scale_offset;
+  DeviceParameter<T> scale;
+  Acc scale_offset, inverse_cols;
   T* dx;
 
   explicit NormBwd(const NormBwdArgs& args)
-      : rows_per_group(args.shape.rows_per_group),
+      : rows(args.shape.rows()),
+        rows_per_group(args.shape.rows_per_group),
         cols(static_cast<int>(args.shape.cols)),
         arrays(args.dsum && args.dx ? 3 : 2),
         center(args.center),
         need_x(args.dx != nullptr),
         need_scale(args.dscale != nullptr),
         need_bias(args.dbias != nullptr),
-        scale_is_acc(args.parameter_dtype == norm_internal::AccType(args.dtype)),
+        narrow(!std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype),
         x(args.x, args.shape.rows()),
         dy(args.dy, args.shape.rows()),
         dsum(args.dsum, args.shape.rows()),
         mask(args.mask, args.shape.rows()),
         mean(args.mean, args.shape.rows()),
         rstd(args.rstd, args.shape.rows()),
-        scale(args.scale.data),
-        scale_stride(args.scale.group_stride),
+        scale(args.scale, narrow),
         scale_offset(static_cast<Acc>(args.scale_offset)),
+        inverse_cols(Acc(1) / static_cast<Acc>(cols)),
         dx(static_cast<T*>(args.dx)) {}
 
   __host__ __device__ __forceinline__ int Outputs() const { return (need_scale ? 1 : 0) + (need_bias ? 1 : 0); }
+  __host__ __device__ __forceinline__ int Slots() const { return (cols + kVec - 1) / kVec; }
 
-  // Row `index` of all; threads without a row get one of no slots.
-  struct Row {
-    int slots;
-    OperandRow<T> in[kMaxArrays];
-    OperandRow<bool> mask;
-    T* dx;
-    Acc mean, rstd;
+  // ---- Columns and slots ----
+  //
+  // Slots are those of the dense arrays, which are aligned (kRagged), or of the columns (others). A row that begins
+  // within a slot may touch one slot more than it fills: its columns there belong to the first slot, whose elements
+  // before the row's begin are free.
 
-    // For the 16-bit types one instruction, whose error at large means is below what they resolve.
-    __device__ __forceinline__ Acc Xhat(T x) const {
-      if constexpr (sizeof(T) == 2) return fma(ToAcc(x), rstd, -mean * rstd);
-      return (ToAcc(x) - mean) * rstd;
-    }
-  };
-
-  // On the grid of 16-byte slots of the dense arrays, which are aligned (kRagged), or of the columns (kGeneral).
   __device__ __forceinline__ int Skew(int64_t index) const {
     return kMode == Mode::kRagged ? static_cast<int>(index * cols % kVec) : 0;
   }
+  // Of element i of a slot; cols or more if it has none.
+  __device__ __forceinline__ int Column(int slot, int skew, int i) const {
+    const int column = slot * kVec - skew + i;
+    return column < 0 ? column + Slots() * kVec : column;
+  }
+  __device__ __forceinline__ bool Wraps(int skew) const { return skew + cols > Slots() * kVec; }
+  // Bit i: element i of a slot is a column that lies there in memory; and, one that lies in the slot after the last one.
+  struct SlotParts {
+    unsigned here, beside;
+  };
+  __device__ __forceinline__ SlotParts Parts(int slot, int skew) const {
+    constexpr unsigned kAll = (1u << kVec) - 1;
+    const int first = slot * kVec - skew;
+    const unsigned here = kAll << max(-first, 0) & kAll >> max(first + kVec - cols, 0) & kAll;
+    if (first >= 0) return {here, 0};
+    const int left = cols + skew - Slots() * kVec;
+    return {here, left > 0 ? (1u << left) - 1 : 0};
+  }
+  // Whether a slot's elements are as many columns in a row; `first` is that of element 0.
+  __device__ __forceinline__ bool Whole(int first) const {
+    return kMode == Mode::kPlain || (first >= 0 && first + kVec <= cols);
+  }
 
-  __device__ __forceinline__ Row Begin(int64_t index, bool inside, int skew) const {
+  // ---- Rows ----
+
+  __device__ __forceinline__ const DeviceOperand<T>& Array(int k) const { return k == 0 ? x : k == 1 ? dy : dsum; }
+
+  struct Row {
+    OperandRow<T> in[kMaxArrays];
+    OperandRow<bool> mask;
+  };
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
     Row r;
-    r.slots = inside ? (skew + cols + kVec - 1) / kVec : 0;
     if constexpr (kGeneral) {
       r.in[0] = OperandRow<T>(x, index);
       r.in[1] = OperandRow<T>(dy, index);
@@ -122,84 +145,81 @@ struct NormBwd {
       r.in[1] = OperandRow<T>::Full(dy, index * cols);
       r.in[2] = OperandRow<T>::Full(dsum, index * cols);
     }
-    r.dx = dx + index * cols;
     return r;
   }
 
-  // Their loads take long, so they are issued early: see the callers.
-  __device__ __forceinline__ void Statistics(int64_t index, bool inside, Acc* row_mean, Acc* row_rstd) const {
-    *row_mean = *row_rstd = 0;
-    if (!inside) return;
-    if (center) *row_mean = mean.data[kGeneral ? mean.RowOffset(index) : index];
-    *row_rstd = rstd.data[kGeneral ? rstd.RowOffset(index) : index];
-  }
+  struct Statistics {
+    Acc mean, rstd;
 
-  // scale + scale_offset of columns [first, first + kVec); what lies outside the row is 0.
-  __device__ __forceinline__ void Scale(int64_t group, int first, Acc (&out)[kVec]) const {
-    if (scale == nullptr) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) out[i] = 1;
-    } else if (scale_is_acc) {
-      ScaleOf(static_cast<const Acc*>(scale) + group * scale_stride, first, out);
-    } else {
-      ScaleOf(static_cast<const T*>(scale) + group * scale_stride, first, out);
+    // For the 16-bit types one instruction, whose error at large means is below what they resolve.
+    __device__ __forceinline__ Acc Xhat(Acc x) const {
+      if constexpr (sizeof(T) == 2) return fma(x, rstd, -mean * rstd);
+      return (x - mean) * rstd;
     }
+  };
+
+  // Their loads take long, so callers issue them early. 0 beside the rows.
+  __device__ __forceinline__ Statistics StatisticsOf(int64_t index, bool inside) const {
+    Statistics s = {0, 0};
+    if (!inside) return s;
+    if (center) s.mean = mean.data[kGeneral ? mean.RowOffset(index) : index];
+    s.rstd = rstd.data[kGeneral ? rstd.RowOffset(index) : index];
+    return s;
   }
 
-  template <typename P>
-  __device__ __forceinline__ void ScaleOf(const P* row, int first, Acc (&out)[kVec]) const {
-    constexpr int kLoad = kVecSize<P> < kVec ? kVecSize<P> : kVec;
-    if (kMode == Mode::kPlain && reinterpret_cast<uintptr_t>(row) % kVecBytes == 0) {
+  // scale + scale_offset of a slot.
+  __device__ __forceinline__ void Scale(int64_t group, int slot, int skew, Acc (&out)[kVec]) const {
 #pragma unroll
-      for (int i = 0; i < kVec; i += kLoad) {
-        const auto part = *reinterpret_cast<const Vec<P, kLoad>*>(row + first + i);
-#pragma unroll
-        for (int k = 0; k < kLoad; ++k) out[i + k] = ToAcc(part.v[k]) + scale_offset;
-      }
+    for (int i = 0; i < kVec; ++i) out[i] = 1;
+    if (scale.data == nullptr) return;
+    const void* row = scale.Row(group);
+    const int first = slot * kVec - skew;
+    if (kMode == Mode::kPlain && IsVecAligned(row)) {
+      DeviceParameter<T>::template Load<true>(narrow, row, first, cols, out);
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        out[i] = first + i >= 0 && first + i < cols ? ToAcc(row[first + i]) + scale_offset : Acc(0);
+        const int column = Column(slot, skew, i);
+        if (column >= cols) continue;
+        out[i] = narrow ? ToAcc(static_cast<const T*>(row)[column]) : static_cast<const Acc*>(row)[column];
       }
     }
-  }
-
-  __device__ __forceinline__ bool Whole(int first) const {
-    return kMode == Mode::kPlain || (first >= 0 && first + kVec <= cols);
-  }
-
-  // What is loaded beside the row becomes 0.
-  __device__ __forceinline__ V Inside(V values, int first) const {
-    if (!Whole(first)) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (first + i < 0 || first + i >= cols) values.v[i] = FromAcc<T>(Acc(0));
-      }
-    }
-    return values;
+    for (int i = 0; i < kVec; ++i) out[i] += scale_offset;
   }
 
+  // Bit i: the mask keeps element i of a slot.
   __device__ __forceinline__ unsigned Keep(const Row& row, int first) const {
+    if (!kGeneral || mask.data == nullptr) return ~0u;
     unsigned keep = 0;
-    if (kGeneral && mask.data != nullptr) {
-      const auto bits = row.mask.template Load<kVec>(first);
+    const auto bits = row.mask.template Load<kVec>(first);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) keep |= (bits.v[i] && first + i < cols ? 1u : 0u) << i;
-    } else {
-      keep = ~0u;
-    }
+    for (int i = 0; i < kVec; ++i) keep |= (bits.v[i] && first + i < cols ? 1u : 0u) << i;
     return keep;
   }
 
-  __device__ __forceinline__ void Store(T* row, int first, const Acc (&values)[kVec]) const {
-    const V rounded = RoundVec<T>(values);
-    if (kMode == Mode::kPlain || (Whole(first) && IsVecAligned(row + first))) {
-      jaxnorm::Store(row + first, rounded);
-    } else {
+  // Adds what one slot contributes, in which x and dy are 0 where it has no column.
+  __device__ __forceinline__ void Reduce(const Row& row, const Statistics& statistics, int first, const V& x,
+                                         const V& dy, const Acc (&sc)[kVec], Sums& sums) const {
+    Acc ignored[2][kVec] = {};
+    Reduce(row, statistics, first, x, dy, sc, sums, ignored[0], ignored[1]);
+  }
+  __device__ __forceinline__ void Reduce(const Row& row, const Statistics& statistics, int first, const V& x,
+                                         const V& dy, const Acc (&sc)[kVec], Sums& sums, Acc (&dscale)[kVec],
+                                         Acc (&dbias)[kVec]) const {
+    Acc xs[kVec], g[kVec];
+    ToAccAll(x, xs);
+    ToAccAll(dy, g);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (first + i >= 0 && first + i < cols) row[first + i] = rounded.v[i];
-      }
+    for (int i = 0; i < kVec; ++i) {
+      const Acc xhat = statistics.Xhat(xs[i]), w = g[i] * sc[i];
+      dbias[i] += g[i];
+      dscale[i] = fma(g[i], xhat, dscale[i]);
+      sums.v[kW] += w;
+      sums.v[kProduct] = fma(w, xhat, sums.v[kProduct]);
+    }
+    if constexpr (kGeneral) {
+      if (mask.data != nullptr) sums.v[kCount] += __popc(Keep(row, first));
     }
   }
 
@@ -208,49 +228,72 @@ struct NormBwd {
     Acc c1, c2;
   };
   __device__ __forceinline__ Final Finish(const Sums& sums) const {
-    Acc n = static_cast<Acc>(cols);
+    Acc inverse = inverse_cols;
     if constexpr (kGeneral) {
-      if (mask.data != nullptr) n = sums.v[kCount];
+      if (mask.data != nullptr) inverse = 1 / sums.v[kCount];
     }
-    return {center ? sums.v[kW] / n : Acc(0), sums.v[kProduct] / n};
+    return {center ? sums.v[kW] * inverse : Acc(0), sums.v[kProduct] * inverse};
   }
 
-  // Adds what a slot contributes.
-  __device__ __forceinline__ void Count(const Row& row, int first, Sums& sums) const {
-    if constexpr (kGeneral) {
-      if (mask.data != nullptr) sums.v[kCount] += __popc(Keep(row, first));
-    }
-  }
-
-  __device__ __forceinline__ void Dx(const Row& row, int first, const V& xs, const V& gs, const Acc (&sc)[kVec],
-                                     const Final& final, Acc (&out)[kVec]) const {
+  __device__ __forceinline__ void Dx(const Row& row, const Statistics& statistics, int first, const V& x, const V& dy,
+                                     const Acc (&sc)[kVec], const Final& final, Acc (&out)[kVec]) const {
     const unsigned keep = Keep(row, first);
+    Acc xs[kVec], g[kVec];
+    ToAccAll(x, xs);
+    ToAccAll(dy, g);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      Acc inner = fma(row.Xhat(xs.v[i]), final.c2, final.c1);
+      Acc inner = fma(statistics.Xhat(xs[i]), final.c2, final.c1);
       if (kGeneral && !(keep >> i & 1)) inner = 0;
-      out[i] = fma(ToAcc(gs.v[i]), sc[i], -inner) * row.rstd;
+      out[i] = fma(g[i], sc[i], -inner) * statistics.rstd;
     }
   }
 
-  __device__ __forceinline__ static void Add(const V& values, Acc (&out)[kVec]) {
+  static __device__ __forceinline__ void Add(const V& values, Acc (&out)[kVec]) {
+    Acc added[kVec];
+    ToAccAll(values, added);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) out[i] += ToAcc(values.v[i]);
+    for (int i = 0; i < kVec; ++i) out[i] += added[i];
+  }
+
+  // `to` is where element 0 of the slot belongs.
+  __device__ __forceinline__ void Store(T* to, int slot, int skew, const Acc (&values)[kVec]) const {
+    const V rounded = RoundVec<T>(values);
+    const int first = slot * kVec - skew;
+    if (kMode == Mode::kPlain || (Whole(first) && IsVecAligned(to))) {
+      jaxnorm::Store(to, rounded);
+    } else {
+      const auto [here, beside] = Parts(slot, skew);
+      T* const after = to + Slots() * kVec;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (here >> i & 1) to[i] = rounded.v[i];
+        if (beside >> i & 1) after[i] = rounded.v[i];
+      }
+    }
   }
 };
 
 // ---- Rows that blocks or clusters hold ----
 
 inline constexpr int kBlockThreads = 256;  // or twice as many for one long row
+inline constexpr int kStages = 3;  // more were measured to be slower: the first ones are then read before any is written
 
 struct NormBwdPlan {
   int blocks = 1;            // or clusters, for each group
+  int turns = 1, rest = 0;   // of a block, and one more if its first row is before `rest`
   int threads_per_row = 32;  // a power of two up to 32, or whole warps
-  int merge_width = 1;       // warps of a row, up to a power of two
   int rows_per_block = 1;
   int cluster = 1;
   int part_slots = 0;  // of a row per block
-  int stages = 2;
+};
+
+// What warps, and the blocks of a cluster, tell each other of even and of odd turns: one may be ahead by a turn.
+template <typename Sums>
+struct NormBwdShared {
+  Sums warps[2][kMaxThreads / kWarp];
+  Sums blocks[2][kMaxCluster];
+  uint64_t barriers[2];
 };
 
 // A barrier of the threads of one row, of which a block has at most 15 that are wider than a warp.
@@ -258,351 +301,519 @@ __device__ __forceinline__ void RowBarrier(int group, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
 }
 
-// Each call's `shared` is the one before the last call's: a warp, or a block of the cluster, may be ahead by one row.
-template <typename Sums>
-__device__ __forceinline__ Sums MergeNormRow(Sums value, const NormBwdPlan& plan, int group, int rank, int turn,
-                                             RowShared<Sums> (&shared)[2]) {
-  value = Sums::MergeLanes(value, min(plan.threads_per_row, kWarp));
-  if (plan.threads_per_row > kWarp) {
-    RowShared<Sums>& own = shared[turn & 1];
-    const int warps = plan.threads_per_row / kWarp, lane = threadIdx.x % kWarp % plan.merge_width;
-    if (threadIdx.x % kWarp == 0) own.warps[threadIdx.x / kWarp] = value;
-    RowBarrier(group, plan.threads_per_row);
-    value = Sums::MergeLanes(lane < warps ? own.warps[group * warps + lane] : Sums::Identity(), plan.merge_width);
-    if (plan.cluster > 1) value = MergeBlocks(value, plan.cluster, rank, own, turn >> 1 & 1);
-  }
-  return value;
+// Copies the slot at element `offset` of a dense array to shared memory; complete after CopyWait. Only the array's last
+// slot may not be `whole`.
+template <typename T>
+__device__ __forceinline__ void CopySlot(uint32_t shared, const DeviceOperand<T>& array, int64_t offset, bool whole) {
+  constexpr int kVec = kVecSize<T>;
+  if (whole || offset + kVec <= array.elements) return CopyAsync(shared, array.data + offset);
+  Vec<T, kVec> values;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values.v[i] = offset + i < array.elements ? array.data[offset + i] : T();
+  StoreShared(shared, values);
 }
 
-// Keeps the compiler from loading the next slot early, for which there are no registers.
-__device__ __forceinline__ void OneSlotAtATime() { asm volatile("" ::: "memory"); }
-
-// Vectors that the scale of one slot takes.
-template <typename Acc, int kVec>
-inline constexpr int kScaleVectors = kVec / kVecSize<Acc>;
+// Of word w of a vector, those bits that belong to elements whose bit in `elements` is set.
+template <typename T>
+__device__ __forceinline__ uint32_t ElementMask(unsigned elements, int w) {
+  if constexpr (sizeof(T) == 2) {
+    return (elements >> 2 * w & 1 ? 0xffffu : 0u) | (elements >> 2 * w & 2 ? 0xffff0000u : 0u);
+  } else {
+    return elements >> w * sizeof(uint32_t) / sizeof(T) & 1 ? ~0u : 0u;
+  }
+}
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     NormBwdKernel(const __grid_constant__ Op op, const NormBwdPlan plan, typename Op::Acc* partials) {
   using Acc = typename Op::Acc;
   using V = typename Op::V;
-  using ScaleVector = Vec<Acc, kVecSize<Acc>>;
+  using Sums = typename Op::Sums;
+  using T = typename Op::T;
   constexpr int kVec = Op::kVec, kSlots = Op::kSlots;
+  constexpr bool kRagged = Op::kMode == Mode::kRagged, kPlain = Op::kMode == Mode::kPlain;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ RowShared<typename Op::Sums> shared[2];  // in turn, so that one barrier for each row is enough
+  __shared__ NormBwdShared<Sums> shared;
+  static_assert(sizeof(shared) <= kStaticSharedBytes);
   int rank = 0;
-  int64_t block = blockIdx.x;
+  unsigned block = blockIdx.x, param_group = 0;
   if (plan.cluster > 1) {
-    ClusterStart(&shared[0].barrier, &shared[1].barrier);
+    ClusterStart(&shared.barriers[0], &shared.barriers[1]);
     rank = static_cast<int>(block % plan.cluster);
     block /= plan.cluster;
   }
-  const int64_t param_group = block / plan.blocks;
-  block %= plan.blocks;
-  const int row_group = threadIdx.x / plan.threads_per_row, thread = threadIdx.x % plan.threads_per_row;
-  const int step = plan.blocks * plan.rows_per_block;
-  const int64_t base = param_group * op.rows_per_group + row_group;
-  int64_t block_row = block * plan.rows_per_block;  // the first of this turn
-  // The step is a multiple of kVec rows (kRagged), so that all rows of a thread lie alike.
-  const int skew = op.Skew(base + block_row);
-  // This thread's slots: `count` of them, plan.threads_per_row apart.
-  const int begin = rank * plan.part_slots + thread;
-  const int end = min((rank + 1) * plan.part_slots, (skew + op.cols + kVec - 1) / kVec);
-  const int count = end > begin ? (end - begin + plan.threads_per_row - 1) / plan.threads_per_row : 0;
-  const int first_column = begin * kVec - skew;
-  const auto first_of = [&](int j) { return first_column + j * kVec * plan.threads_per_row; };
-  const auto inside = [&](int64_t block_row) { return block_row + row_group < op.rows_per_group; };
+  if (block >= plan.blocks) {
+    param_group = block / plan.blocks;
+    block %= plan.blocks;
+  }
+  const int threads = plan.threads_per_row;
+  const int row_group = plan.rows_per_block > 1 ? threadIdx.x / threads : 0;
+  const int thread = threadIdx.x - row_group * threads;
+  const int step = plan.blocks * plan.rows_per_block;  // rows from turn to turn
+  const int block_row = block * plan.rows_per_block;
+  const int turns = plan.turns + (block_row < plan.rest ? 1 : 0);
+  const int own_turns = plan.turns + (block_row + row_group < plan.rest ? 1 : 0);
+  const auto inside = [&](int turn) { return turn < own_turns; };
+  const int64_t base = param_group * op.rows_per_group + block_row + row_group;
+  const auto index = [&](int turn) { return base + int64_t{turn} * step; };
 
-  // This thread's slots in shared memory: of the scale, then of the rows that are staged. Their distance is a constant,
-  // so that most addresses need no register.
-  constexpr int kScaleSlots = kSlots * kScaleVectors<Acc, kVec>;
-  const int stage_slots = kSlots * op.arrays;
-  V* const own = reinterpret_cast<V*>(shared_bytes) + threadIdx.x % kBlockThreads +
-                 threadIdx.x / kBlockThreads * (kScaleSlots + plan.stages * stage_slots) * kBlockThreads;
-  const auto at = [&](int place, int j, int k) -> V& {
-    return (own + place * stage_slots * kBlockThreads)[(kScaleSlots + k * kSlots + j) * kBlockThreads];
+  // This thread's slots, which are the same columns in all of its rows: the step is a multiple of kVec rows (kRagged).
+  const int skew = op.Skew(base);
+  const int first_slot = rank * plan.part_slots + thread;
+  const int end = min((rank + 1) * plan.part_slots, op.Slots());
+  const auto slot_of = [&](int j) { return first_slot + j * threads; };
+  const auto first_of = [&](int j) { return slot_of(j) * kVec - skew; };
+  const auto active = [&](int j) { return slot_of(j) < end; };
+  const bool wraps = kRagged && first_slot == 0 && op.Wraps(skew);
+
+  // In shared memory: slot j of array k of a stage, at constant distances so that addresses take few registers, and
+  // after all stages what continues in a row's first slot.
+  constexpr uint32_t kSlotBytes = kBlockThreads * kVecBytes;
+  const uint32_t stage_bytes = kSlots * op.arrays * kSlotBytes;
+  const uint32_t shared_base = SharedAddress(shared_bytes);
+  const uint32_t own = shared_base + threadIdx.x % kBlockThreads * kVecBytes +
+                       threadIdx.x / kBlockThreads * (kStages * stage_bytes);
+  const auto at = [&](int place, int j, int k) { return own + place * stage_bytes + (k * kSlots + j) * kSlotBytes; };
+  const auto wrapped = [&](int place, int k) {
+    const uint32_t halves = (blockDim.x + kBlockThreads - 1) / kBlockThreads;
+    return shared_base + kStages * stage_bytes * halves +
+           ((place * op.arrays + k) * plan.rows_per_block + row_group) * kVecBytes;
   };
-  const auto copy = [&](int64_t block_row, int place) {
-    if (inside(block_row)) {
-      const typename Op::Row row = op.Begin(base + block_row, true, skew);
+  // Elements from the first one of the arrays to that of this thread's first slot: of the row to be copied next, and of
+  // the one to be stored next.
+  const int64_t step_elements = int64_t{step} * op.cols;
+  const int slot_step = threads * kVec;
+  int64_t copy_offset = base * op.cols + first_of(0), store_offset = copy_offset;
+  const auto copy = [&](int turn, int place) {
+    if (inside(turn)) {
+      const typename Op::Row row = op.Begin(index(turn));
+      const bool whole = kPlain || index(turn) + 1 < op.rows;
 #pragma unroll
-      for (int j = 0; j < kSlots; ++j) {
-        if (j >= count) continue;
-        CopySlotAsync<Op::kMode>(&at(place, j, 0), row.in[0], first_of(j));
-        CopySlotAsync<Op::kMode>(&at(place, j, 1), row.in[1], first_of(j));
-        if (op.arrays == kMaxArrays) CopySlotAsync<Op::kMode>(&at(place, j, 2), row.in[2], first_of(j));
+      for (int k = 0; k < kMaxArrays; ++k) {
+        if (k == op.arrays) break;
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j) {
+          if (!active(j)) continue;
+          if constexpr (Op::kGeneral) {
+            StoreShared(at(place, j, k), row.in[k].template Load<kVec>(first_of(j)));
+          } else {
+            CopySlot(at(place, j, k), op.Array(k), copy_offset + j * slot_step, whole);
+          }
+        }
+        if (wraps) CopySlot(wrapped(place, k), op.Array(k), copy_offset + op.Slots() * kVec, whole);
       }
     }
+    copy_offset += step_elements;
     CopyCommit();
   };
-  const auto scale_at = [&](int j, int part) -> ScaleVector& {
-    return reinterpret_cast<ScaleVector&>(own[(j * kScaleVectors<Acc, kVec> + part) * kBlockThreads]);
-  };
-  const auto scale_of = [&](int j, Acc(&sc)[kVec]) {
+  // Puts the columns that a slot has beside those in memory at its place, or 0.
+  const auto complete = [&](int place) {
+    if constexpr (!kPlain) {
 #pragma unroll
-    for (int part = 0; part < kScaleVectors<Acc, kVec>; ++part) {
-      const ScaleVector vector = scale_at(j, part);
+      for (int j = 0; j < kSlots; ++j) {
+        if (!active(j) || op.Whole(first_of(j))) continue;
+        const auto [here, beside] = op.Parts(slot_of(j), skew);
+#pragma unroll 1
+        for (int k = 0; k < op.arrays; ++k) {
+          auto words = LoadShared<WordsOf<V>>(at(place, j, k));
+          const bool more = kRagged && j == 0 && wraps;
+          const auto more_words = more ? LoadShared<WordsOf<V>>(wrapped(place, k)) : WordsOf<V>();
 #pragma unroll
-      for (int i = 0; i < kVecSize<Acc>; ++i) sc[part * kVecSize<Acc> + i] = vector.v[i];
+          for (int w = 0; w < kVecBytes / 4; ++w) {
+            words.w[w] = (words.w[w] & ElementMask<T>(here, w)) | (more_words.w[w] & ElementMask<T>(beside, w));
+          }
+          StoreShared(at(place, j, k), words);
+        }
+      }
     }
   };
 
-  for (int place = 0; place < plan.stages; ++place) copy(block_row + place * step, place);
-  Acc dscale[kSlots][kVec], dbias[kSlots][kVec];
+  for (int place = 0; place < kStages; ++place) copy(place, place);
+  auto now = op.StatisticsOf(index(0), inside(0)), next = op.StatisticsOf(index(1), inside(1));
+  Acc scale[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
 #pragma unroll
   for (int j = 0; j < kSlots; ++j) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) dscale[j][i] = dbias[j][i] = 0;
-    if (j < count) {
-      Acc sc[kVec];
-      op.Scale(param_group, first_of(j), sc);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) scale_at(j, i / kVecSize<Acc>).v[i % kVecSize<Acc>] = sc[i];
-    }
+    for (int i = 0; i < kVec; ++i) scale[j][i] = dscale[j][i] = dbias[j][i] = 0;
+    if (active(j)) op.Scale(param_group, slot_of(j), skew, scale[j]);
   }
-  Acc mean, rstd;
-  op.Statistics(base + block_row, inside(block_row), &mean, &rstd);
   if (plan.cluster > 1) ClusterWait();
-  int place = 0, turn = 0;
-  for (; block_row < op.rows_per_group; block_row += step) {
-    typename Op::Row row = op.Begin(base + block_row, true, skew);
-    row.mean = mean;
-    row.rstd = rstd;
-    op.Statistics(base + block_row + step, inside(block_row + step), &mean, &rstd);
-    if (plan.stages == 3) {
-      CopyWait<2>();
-    } else {
-      CopyWait<1>();
-    }
-    const int active = inside(block_row) ? count : 0;  // without a row, still part of shuffles and barriers
-    auto sums = Op::Sums::Identity();
-#pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-      if (j >= active) continue;
-      const int first = first_of(j);
-      const V xs = op.Inside(at(place, j, 0), first), gs = op.Inside(at(place, j, 1), first);
-      Acc sc[kVec];
-      scale_of(j, sc);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const Acc xhat = row.Xhat(xs.v[i]), g = ToAcc(gs.v[i]), w = g * sc[i];
-        dbias[j][i] += g;
-        dscale[j][i] = fma(g, xhat, dscale[j][i]);
-        sums.v[kW] += w;
-        sums.v[kProduct] = fma(w, xhat, sums.v[kProduct]);
-      }
-      op.Count(row, first, sums);
-      OneSlotAtATime();
-    }
-    if (op.need_x) {
-      sums = MergeNormRow(sums, plan, row_group, rank, turn++, shared);
-      const auto final = op.Finish(sums);
+
+  const int warps = threads / kWarp, lane = threadIdx.x % kWarp, warp_of_row = lane & (warps > 8 ? 15 : 7);
+  constexpr uint32_t kTurnBytes = sizeof(shared.warps[0]);  // from even to odd turns
+  const uint32_t own_sums = SharedAddress(&shared.warps[0][threadIdx.x / kWarp]);
+  const uint32_t row_sums = SharedAddress(&shared.warps[0][row_group * warps + warp_of_row]);
+  // The sums of a row over the lanes that share it; other warps find them in shared memory after the next barrier.
+  const auto reduce = [&](int turn, int place, const typename Op::Statistics& statistics) {
+    auto sums = Sums::Identity();
+    complete(place);
+    if (inside(turn)) {
+      const typename Op::Row row = op.Begin(index(turn));
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
-        if (j >= active) continue;
-        Acc sc[kVec], out[kVec];
-        scale_of(j, sc);
-        op.Dx(row, first_of(j), at(place, j, 0), at(place, j, 1), sc, final, out);
-        if (op.arrays == kMaxArrays) op.Add(at(place, j, 2), out);
-        op.Store(row.dx, first_of(j), out);
-        OneSlotAtATime();
+        if (!active(j)) continue;
+        op.Reduce(row, statistics, first_of(j), LoadShared<V>(at(place, j, 0)), LoadShared<V>(at(place, j, 1)),
+                  scale[j], sums, dscale[j], dbias[j]);
       }
     }
-    copy(block_row + plan.stages * step, place);
-    if (++place == plan.stages) place = 0;
+    if (!op.need_x) return sums;
+    if (threads < kWarp) return Sums::MergeLanes(sums, threads);
+    sums = Sums::MergeLanes(sums, kWarp);
+    if (threads > kWarp && lane == 0) StoreShared(own_sums + (turn & 1) * kTurnBytes, sums);
+    return sums;
+  };
+
+  int place = 0;
+  CopyWait<kStages - 2>();
+  Sums sums = reduce(0, 0, now);
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    const int parity = turn & 1;
+    if (op.need_x && threads > kWarp) {
+      RowBarrier(row_group, threads);
+      sums = warp_of_row < warps ? LoadShared<Sums>(row_sums + parity * kTurnBytes) : Sums::Identity();
+      if (warps > 8) sums = Sums::Merge(sums, ShuffleXor(sums, 8));
+      sums = Sums::MergeLanes(sums, 8);
+      if (plan.cluster > 1 && threadIdx.x < plan.cluster) {
+        SendToPeer(&shared.blocks[parity][rank], &shared.barriers[parity], threadIdx.x, sums);
+      }
+    }
+    const auto upcoming = op.StatisticsOf(index(turn + 2), inside(turn + 2));
+    CopyWait<kStages - 2>();
+    const int next_place = place + 1 == kStages ? 0 : place + 1;
+    Sums next_sums;
+    if (turn + 1 < turns) next_sums = reduce(turn + 1, next_place, next);
+    if (op.need_x) {
+      if (plan.cluster > 1) {
+        ReceiveFromPeers(&shared.barriers[parity], plan.cluster * static_cast<int>(sizeof(Sums)), turn >> 1 & 1);
+        sums = Sums::MergeLanes(lane < plan.cluster ? shared.blocks[parity][lane] : Sums::Identity(), kWarp);
+      }
+      if (inside(turn)) {
+        const typename Op::Row row = op.Begin(index(turn));
+        const auto final = op.Finish(sums);
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j) {
+          if (!active(j)) continue;
+          Acc out[kVec];
+          op.Dx(row, now, first_of(j), LoadShared<V>(at(place, j, 0)), LoadShared<V>(at(place, j, 1)), scale[j], final,
+                out);
+          if (op.arrays == kMaxArrays) op.Add(LoadShared<V>(at(place, j, 2)), out);
+          op.Store(op.dx + (store_offset + j * slot_step), slot_of(j), skew, out);
+        }
+      }
+    }
+    store_offset += step_elements;
+    copy(turn + kStages, place);
+    place = next_place;
+    sums = next_sums;
+    now = next;
+    next = upcoming;
   }
-  if (!op.need_scale && !op.need_bias) return;
+  const int outputs = op.Outputs();
+  if (outputs == 0) return;
 
   // One row of sums for each block: [outputs][cols].
-  Acc* const out = partials + (param_group * plan.blocks + block) * op.Outputs() * op.cols;
-  const auto add_slot = [&](Acc* to, int first, const Acc(&values)[kVec], bool accumulate) {
-    if (Op::kMode == Mode::kPlain) {
+  const auto put = [&](Acc* to, int j, const Acc(&values)[kVec]) {
+    if (kPlain) {
 #pragma unroll
       for (int i = 0; i < kVec; i += kVecSize<Acc>) {
-        auto* const p = reinterpret_cast<ScaleVector*>(to + first + i);
-        ScaleVector sum = accumulate ? *p : ScaleVector();
+        Vec<Acc, kVecSize<Acc>> vector;
 #pragma unroll
-        for (int k = 0; k < kVecSize<Acc>; ++k) sum.v[k] += values[i + k];
-        *p = sum;
+        for (int k = 0; k < kVecSize<Acc>; ++k) vector.v[k] = values[i + k];
+        *reinterpret_cast<Vec<Acc, kVecSize<Acc>>*>(to + first_of(j) + i) = vector;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const int c = first + i;
-        if (c >= 0 && c < op.cols) to[c] = accumulate ? to[c] + values[i] : values[i];
-        OneSlotAtATime();
+        if (const int column = op.Column(slot_of(j), skew, i); column < op.cols) to[column] = values[i];
       }
     }
   };
-  const auto add = [&](Acc* to, bool accumulate) {
+  const auto put_all = [&](Acc* to) {
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-      if (j >= count) continue;
-      if (op.need_scale) add_slot(to, first_of(j), dscale[j], accumulate);
-      if (op.need_bias) add_slot(to + (op.need_scale ? op.cols : 0), first_of(j), dbias[j], accumulate);
+      if (!active(j)) continue;
+      if (op.need_scale) put(to, j, dscale[j]);
+      if (op.need_bias) put(to + (op.need_scale ? op.cols : 0), j, dbias[j]);
     }
   };
-  if (plan.rows_per_block == 1) return add(out, false);
-  // The rows of a block one after the other, in the memory that the stages had.
-  CopyWait<0>();
-  Acc* const total = reinterpret_cast<Acc*>(shared_bytes);
-  for (int g = 0; g < plan.rows_per_block; ++g) {
-    __syncthreads();
-    if (row_group == g) add(total, g > 0);
+  Acc* const out = partials + (param_group * plan.blocks + block) * outputs * op.cols;
+  if (plan.rows_per_block == 1) return put_all(out);
+  // The rows of a block leave their sums in the memory that the stages had. Those of a warp are summed first, if their
+  // slots have the same columns.
+  int sets = plan.rows_per_block, set = row_group;
+  bool writes = true;
+  if (kPlain && threads < kWarp) {
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        for (int offset = threads; offset < kWarp; offset *= 2) {
+          dscale[j][i] += __shfl_xor_sync(kAllLanes, dscale[j][i], offset);
+          dbias[j][i] += __shfl_xor_sync(kAllLanes, dbias[j][i], offset);
+        }
+      }
+    }
+    sets = blockDim.x / kWarp;
+    set = threadIdx.x / kWarp;
+    writes = threadIdx.x % kWarp < threads;
   }
+  CopyWait<0>();
   __syncthreads();
-  for (int c = threadIdx.x; c < op.Outputs() * op.cols; c += blockDim.x) out[c] = total[c];
+  auto* const total = reinterpret_cast<Acc*>(shared_bytes);
+  const int width = outputs * op.cols;
+  if (writes) put_all(total + set * width);
+  __syncthreads();
+  for (int c = threadIdx.x; c < width; c += blockDim.x) {
+    Acc sum = total[c];
+    for (int s = 1; s < sets; ++s) sum += total[s * width + c];
+    out[c] = sum;
+  }
 }
 
-// Adds up the rows of partial sums: [groups][blocks][width] to dscale (the first `cols` of a group's width) and dbias.
+// ---- Gradients of parameters ----
+
+// [groups][cols] each; of A (exact) or T.
+struct NormBwdGradients {
+  void *dscale, *dbias;
+  int cols;
+  bool exact;
+
+  // Element c of what a group's partial sums have: dscale, if it is needed, and then dbias.
+  template <typename T>
+  __device__ __forceinline__ void Store(int64_t group, int64_t c, AccT<T> value) const {
+    void* const out = c < cols && dscale != nullptr ? dscale : dbias;
+    const int64_t at = group * cols + (c < cols ? c : c - cols);
+    if (exact) {
+      static_cast<AccT<T>*>(out)[at] = value;
+    } else {
+      static_cast<T*>(out)[at] = FromAcc<T>(value);
+    }
+  }
+};
+
+// Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns columns for each block.
+inline constexpr int kSumThreads = 256;
 template <typename T>
-__global__ void __launch_bounds__(1024) NormBwdSumKernel(const AccT<T>* partials, int blocks, int64_t width, int cols,
-                                                         int64_t total, bool exact, void* dscale, void* dbias) {
+__global__ void __launch_bounds__(kSumThreads)
+    NormBwdSumKernel(const AccT<T>* partials, int parts, int64_t width, int64_t total, int log2_columns,
+                     const NormBwdGradients gradients) {
   using Acc = AccT<T>;
-  __shared__ Acc sums[kWarp][kWarp + 1];
-  const int x = threadIdx.x % kWarp, y = threadIdx.x / kWarp;
-  const int64_t column = int64_t{blockIdx.x} * kWarp + x;  // of all groups
-  const int64_t group = column / width, c = column % width;
+  __shared__ Acc sums[kSumThreads];
+  const int columns = 1 << log2_columns, x = threadIdx.x & (columns - 1), y = threadIdx.x >> log2_columns;
+  const int ways = kSumThreads >> log2_columns;
+  const int64_t column = int64_t{blockIdx.x} * columns + x;  // of all groups
+  const int64_t group = column < width ? 0 : column / width, c = column - group * width;
   Acc sum = 0;
   if (column < total) {
-    const Acc* p = partials + group * blocks * width + c;
-#pragma unroll 4
-    for (int b = y; b < blocks; b += kWarp) sum += p[b * width];
+    const Acc* p = partials + group * parts * width + c;
+#pragma unroll 8
+    for (int b = y; b < parts; b += ways) sum += p[b * width];
   }
-  sums[y][x] = sum;
+  sums[threadIdx.x] = sum;
   __syncthreads();
   if (y != 0 || column >= total) return;
-  for (int i = 1; i < kWarp; ++i) sum += sums[i][x];
-  const bool first = c < cols && dscale != nullptr;
-  void* const out = first ? dscale : dbias;
-  const int64_t at = group * cols + (c < cols ? c : c - cols);
-  if (exact) {
-    static_cast<Acc*>(out)[at] = sum;
-  } else {
-    static_cast<T*>(out)[at] = FromAcc<T>(sum);
-  }
+#pragma unroll 8
+  for (int i = 1; i < ways; ++i) sum += sums[i * columns + x];
+  gradients.Store<T>(group, c, sum);
 }
 
 // ---- Longer rows ----
 
-// Where a launch finds its rows. With gradients of parameters, `rows` is what each group has; without, all rows count as
-// one group, or as several where there is not enough scratch memory for all sums at once.
+inline constexpr int kLongThreads = 128;
+inline constexpr int kLongRows = kLongThreads / kWarp;  // that a block works on at once
+inline constexpr int kLongSlots = 4;                    // of a row per thread, to be reduced
+
+// Rows [first_row, first_row + rows) of one group.
 struct NormBwdLongPlan {
-  int64_t first_row = 0, rows = 1;
-  int chunks = 1, chunk_slots = 1;  // of a row, for its sums
-  int tiles = 1, slices = 1;        // of a group's columns and rows
+  int64_t group = 0, first_row = 0, rows = 1;
+  int chunks = 1;               // of a row, for its sums
+  int tiles = 1, slices = 1;    // of columns and rows, for the rest
 };
 
-// Chunk i % chunks of row i / chunks.
+// Columns [first, first + kVec) of an array's row, wherever it begins; 0 beside the row.
 template <typename Op>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    NormBwdLongReduceKernel(const __grid_constant__ Op op, const NormBwdLongPlan plan, typename Op::Sums* sums) {
-  using Acc = typename Op::Acc;
-  using V = typename Op::V;
-  constexpr int kVec = Op::kVec;
-  __shared__ RowShared<typename Op::Sums> shared;
-  const int64_t index = plan.first_row + blockIdx.x / plan.chunks;
-  const int skew = op.Skew(index);
-  typename Op::Row row = op.Begin(index, true, skew);
-  op.Statistics(index, true, &row.mean, &row.rstd);
-  const int begin = static_cast<int>(blockIdx.x % plan.chunks) * plan.chunk_slots;
-  const int end = min(begin + plan.chunk_slots, row.slots);
-  auto own = Op::Sums::Identity();
-#pragma unroll 2
-  for (int slot = begin + threadIdx.x; slot < end; slot += blockDim.x) {
-    const int first = slot * kVec - skew;
-    const V xs = op.Inside(row.in[0].template Load<kVec>(first), first);
-    const V gs = op.Inside(row.in[1].template Load<kVec>(first), first);
-    Acc sc[kVec];
-    op.Scale(index / op.rows_per_group, first, sc);
+__device__ __forceinline__ typename Op::V LoadColumns(const Op& op, const OperandRow<typename Op::T>& row, int first) {
+  using T = typename Op::T;
+  if constexpr (Op::kMode == Mode::kPlain) {
+    return jaxnorm::Load(row.row + first);
+  } else if constexpr (Op::kMode == Mode::kRagged) {
+    return LoadWords<T, Op::kVec, /*kAligned=*/false>(row.row, first, op.cols);
+  } else {
+    auto values = row.template Load<Op::kVec>(first);
+    if (!op.Whole(first)) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const Acc xhat = row.Xhat(xs.v[i]), w = ToAcc(gs.v[i]) * sc[i];
-      own.v[kW] += w;
-      own.v[kProduct] = fma(w, xhat, own.v[kProduct]);
+      for (int i = 0; i < Op::kVec; ++i) {
+        if (first + i >= op.cols) values.v[i] = FromAcc<T>(typename Op::Acc(0));
+      }
     }
-    op.Count(row, first, own);
+    return values;
   }
-  own = MergeWarps(Op::Sums::MergeLanes(own, kWarp), blockDim.x / kWarp, shared);
-  if (threadIdx.x == 0) sums[blockIdx.x] = own;
 }
 
-// One slot of columns for each thread, in every `slices`-th row of a group. Columns are cut without regard to how rows
-// lie in memory: loads and stores of odd rows are by element.
+// Writes columns [first, first + kVec) of a row of parameters' gradients.
+template <typename Op, typename U>
+__device__ __forceinline__ void StoreColumns(U* row, int first, int cols, const typename Op::Acc (&values)[Op::kVec]) {
+  constexpr int kWide = kVecSize<U> < Op::kVec ? kVecSize<U> : Op::kVec;
+  if (first + Op::kVec <= cols && IsVecAligned(row + first)) {
+#pragma unroll
+    for (int i = 0; i < Op::kVec; i += kWide) {
+      Vec<U, kWide> vector;
+#pragma unroll
+      for (int k = 0; k < kWide; ++k) vector.v[k] = FromAcc<U>(values[i + k]);
+      *reinterpret_cast<Vec<U, kWide>*>(row + first + i) = vector;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Op::kVec; ++i) {
+      if (first + i < cols) row[first + i] = FromAcc<U>(values[i]);
+    }
+  }
+}
+
+// Chunk blockIdx.x % chunks of kLongRows rows: sums[row][chunk].
 template <typename Op>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    NormBwdLongKernel(const __grid_constant__ Op op, const NormBwdLongPlan plan, const typename Op::Sums* sums,
-                      typename Op::Acc* partials) {
-  using Acc = typename Op::Acc;
-  using V = typename Op::V;
+__global__ void __launch_bounds__(kLongThreads)
+    NormBwdLongReduceKernel(const __grid_constant__ Op op, const NormBwdLongPlan plan, typename Op::Sums* sums) {
+  using Sums = typename Op::Sums;
   constexpr int kVec = Op::kVec;
-  const int64_t part = blockIdx.x / plan.tiles;  // of all groups' slices
-  const int64_t group = part / plan.slices;
-  const int first = static_cast<int>((blockIdx.x % plan.tiles * blockDim.x + threadIdx.x) * kVec);
-  const bool active = first < op.cols;
+  __shared__ Sums shared[kLongRows][kLongThreads / kWarp];
+  const int chunk = static_cast<int>(blockIdx.x % plan.chunks);
+  const int64_t first_row = int64_t{blockIdx.x / plan.chunks} * kLongRows;
+  const auto inside = [&](int r) { return first_row + r < plan.rows; };
+  Sums own[kLongRows];
+  typename Op::Row rows[kLongRows];
+  typename Op::Statistics statistics[kLongRows];
+#pragma unroll
+  for (int r = 0; r < kLongRows; ++r) {
+    const int64_t index = plan.first_row + (inside(r) ? first_row + r : 0);
+    own[r] = Sums::Identity();
+    rows[r] = op.Begin(index);
+    statistics[r] = op.StatisticsOf(index, true);
+  }
+#pragma unroll 1
+  for (int j = 0; j < kLongSlots; ++j) {
+    const int slot = (chunk * kLongSlots + j) * kLongThreads + threadIdx.x;
+    if (slot >= op.Slots()) break;
+    typename Op::V xs[kLongRows], gs[kLongRows];
+#pragma unroll
+    for (int r = 0; r < kLongRows; ++r) {
+      xs[r] = LoadColumns(op, rows[r].in[0], slot * kVec);
+      gs[r] = LoadColumns(op, rows[r].in[1], slot * kVec);
+    }
+    typename Op::Acc sc[kVec];
+    op.Scale(plan.group, slot, 0, sc);
+#pragma unroll
+    for (int r = 0; r < kLongRows; ++r) op.Reduce(rows[r], statistics[r], slot * kVec, xs[r], gs[r], sc, own[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < kLongRows; ++r) {
+    own[r] = Sums::MergeLanes(own[r], kWarp);
+    if (threadIdx.x % kWarp == 0) shared[r][threadIdx.x / kWarp] = own[r];
+  }
+  __syncthreads();
+  if (const int r = threadIdx.x; r < kLongRows && inside(r)) {
+    Sums total = shared[r][0];
+    for (int w = 1; w < kLongThreads / kWarp; ++w) total = Sums::Merge(total, shared[r][w]);
+    sums[(first_row + r) * plan.chunks + chunk] = total;
+  }
+}
+
+// One slot of columns for each thread, in every `slices`-th set of kLongRows rows.
+template <typename Op>
+__global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 2)
+    NormBwdLongKernel(const __grid_constant__ Op op, const NormBwdLongPlan plan, const typename Op::Sums* sums,
+                      typename Op::Acc* partials, const NormBwdGradients gradients) {
+  using Acc = typename Op::Acc;
+  using Sums = typename Op::Sums;
+  constexpr int kVec = Op::kVec;
+  __shared__ typename Op::Final shared[2][kLongRows];
+  const int slice = static_cast<int>(blockIdx.x / plan.tiles);
+  const int slot = static_cast<int>(blockIdx.x % plan.tiles * kLongThreads + threadIdx.x), first = slot * kVec;
+  const bool active = slot < op.Slots();
   Acc dscale[kVec], dbias[kVec], sc[kVec];
 #pragma unroll
   for (int i = 0; i < kVec; ++i) dscale[i] = dbias[i] = 0;
-  int64_t scale_group = -1;
+  if (active) op.Scale(plan.group, slot, 0, sc);
+  int turn = 0;
 #pragma unroll 1
-  for (int64_t r = part % plan.slices; r < plan.rows; r += plan.slices) {
-    const int64_t in_launch = group * plan.rows + r, index = plan.first_row + in_launch;
-    typename Op::Row row = op.Begin(index, true, 0);
-    V xs, gs, added;
-    if (active) {
-      xs = op.Inside(row.in[0].template Load<kVec>(first), first);
-      gs = op.Inside(row.in[1].template Load<kVec>(first), first);
-      if (op.arrays == kMaxArrays) added = row.in[2].template Load<kVec>(first);
+  for (int64_t base = int64_t{slice} * kLongRows; base < plan.rows; base += int64_t{plan.slices} * kLongRows, ++turn) {
+    const auto index = [&](int r) { return plan.first_row + min(base + r, plan.rows - 1); };
+    typename Op::V xs[kLongRows], gs[kLongRows], added[kLongRows];
+#pragma unroll
+    for (int r = 0; r < kLongRows; ++r) {
+      if (!active) continue;
+      const typename Op::Row row = op.Begin(index(r));
+      xs[r] = LoadColumns(op, row.in[0], first);
+      gs[r] = LoadColumns(op, row.in[1], first);
+      if (op.arrays == kMaxArrays) added[r] = LoadColumns(op, row.in[2], first);
     }
-    op.Statistics(index, true, &row.mean, &row.rstd);
-    auto total = Op::Sums::Identity();
-    if (op.need_x) {  // each warp by itself
+    if (op.need_x) {  // warp r finishes the sums of row r
+      const int64_t row = min(base + threadIdx.x / kWarp, plan.rows - 1);
+      auto total = Sums::Identity();
       for (int c = threadIdx.x % kWarp; c < plan.chunks; c += kWarp) {
-        total = Op::Sums::Merge(total, sums[in_launch * plan.chunks + c]);
+        total = Sums::Merge(total, sums[row * plan.chunks + c]);
       }
-      total = Op::Sums::MergeLanes(total, kWarp);
-    }
-    if (!active) continue;
-    if (const int64_t g = index / op.rows_per_group; g != scale_group) {
-      op.Scale(g, first, sc);
-      scale_group = g;
+      total = Sums::MergeLanes(total, kWarp);
+      if (threadIdx.x % kWarp == 0) shared[turn & 1][threadIdx.x / kWarp] = op.Finish(total);
+      __syncthreads();
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const Acc g = ToAcc(gs.v[i]);
-      dbias[i] += g;
-      dscale[i] = fma(g, row.Xhat(xs.v[i]), dscale[i]);
-    }
-    if (op.need_x) {
-      Acc out[kVec];
-      op.Dx(row, first, xs, gs, sc, op.Finish(total), out);
-      if (op.arrays == kMaxArrays) op.Add(added, out);
-      op.Store(row.dx, first, out);
+    for (int r = 0; r < kLongRows; ++r) {
+      if (!active || base + r >= plan.rows) continue;
+      const auto statistics = op.StatisticsOf(index(r), true);
+      Acc x[kVec], g[kVec];
+      ToAccAll(xs[r], x);
+      ToAccAll(gs[r], g);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        dbias[i] += g[i];
+        dscale[i] = fma(g[i], statistics.Xhat(x[i]), dscale[i]);
+      }
+      if (op.need_x) {
+        Acc out[kVec];
+        op.Dx(op.Begin(index(r)), statistics, first, xs[r], gs[r], sc, shared[turn & 1][r], out);
+        if (op.arrays == kMaxArrays) op.Add(added[r], out);
+        op.Store(op.dx + (index(r) * op.cols + first), slot, 0, out);
+      }
     }
   }
-  Acc* out = partials + part * op.Outputs() * op.cols;
-  const auto write = [&](const Acc(&values)[kVec]) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      if (first + i < op.cols) out[first + i] = values[i];
+  if (!active) return;
+  // Final results, or partial sums of this slice: dscale, if it is needed, and then dbias.
+  Acc* const sums_out = partials + (plan.group * plan.slices + slice) * op.Outputs() * op.cols;
+  const auto write = [&](bool is_bias, const Acc(&values)[kVec]) {
+    void* const final = is_bias ? gradients.dbias : gradients.dscale;
+    Acc* const partial = sums_out + (is_bias && op.need_scale ? op.cols : 0);
+    if (plan.slices > 1) {
+      StoreColumns<Op>(partial, first, op.cols, values);
+    } else if (gradients.exact) {
+      StoreColumns<Op>(static_cast<Acc*>(final) + plan.group * op.cols, first, op.cols, values);
+    } else {
+      StoreColumns<Op>(static_cast<typename Op::T*>(final) + plan.group * op.cols, first, op.cols, values);
     }
-    out += op.cols;
   };
-  if (op.need_scale) write(dscale);
-  if (op.need_bias) write(dbias);
+  if (op.need_scale) write(false, dscale);
+  if (op.need_bias) write(true, dbias);
 }
 
 // ---- Launching ----
+
+template <typename Op>
+NormBwdGradients Gradients(const NormBwdArgs& args) {
+  const bool exact = args.gradient_dtype == norm_internal::AccType(args.dtype);
+  return {args.dscale, args.dbias, static_cast<int>(args.shape.cols), exact};
+}
 
 // Adds up `parts` rows of partial sums for each group.
 template <typename Op>
 ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
                      const typename Op::Acc* partials, int64_t parts) {
   const int64_t width = int64_t{op.Outputs()} * op.cols, total = args.shape.groups * width;
-  const bool exact = args.gradient_dtype == norm_internal::AccType(args.dtype);
-  const Grid grid = {.blocks = CeilDiv(total, kWarp), .threads = 1024};
+  // Each thread adds up 8 or more, and neighbours read 32 bytes or more.
+  const int log2_columns = std::countr_zero(static_cast<unsigned>(kSumThreads / std::clamp(NextPowerOfTwo(parts / 8), 1, 32)));
+  const Grid grid = {.blocks = CeilDiv(total, int64_t{1} << log2_columns), .threads = kSumThreads};
   return Launch<NormBwdSumKernel<typename Op::T>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
-                                                  width, op.cols, total, exact, args.dscale, args.dbias);
+                                                  width, total, log2_columns, Gradients<Op>(args));
 }
 
 template <typename Op>
@@ -610,42 +821,41 @@ ffi::Error LaunchLong(const DeviceInfo& device, cudaStream_t stream, const Op& o
                       ffi::AnyBuffer scratch) {
   using Acc = typename Op::Acc;
   using Sums = typename Op::Sums;
-  constexpr int kThreads = 256;
+  const NormShape& shape = args.shape;
   const bool parameters = op.Outputs() > 0;
-  const int64_t slots = CeilDiv(args.shape.cols, Op::kVec) + (Op::kMode == Mode::kPlain ? 0 : 1);
   const int64_t capacity = static_cast<int64_t>(scratch.size_bytes() / sizeof(Acc));
-  const int64_t part_size = op.Outputs() * args.shape.cols;  // partial sums of a slice
-  const int64_t room = (capacity - args.shape.groups * part_size) / static_cast<int64_t>(sizeof(Sums) / sizeof(Acc));
-  JAXNORM_CHECK(room > 0 && (!parameters || room >= args.shape.rows()));
+  const int64_t part_size = shape.groups * op.Outputs() * shape.cols;  // partial sums of a slice
   NormBwdLongPlan plan;
-  plan.rows = parameters ? args.shape.rows_per_group : std::min(args.shape.rows(), room);
-  const int64_t launched = parameters ? args.shape.rows() : plan.rows;
-  // Chunks of 16 slots for each thread, or longer ones if there is no room.
-  const int64_t chunks = std::min(CeilDiv(slots, 16 * kThreads), room / launched);
-  plan.chunks = static_cast<int>(chunks);
-  plan.chunk_slots = static_cast<int>(CeilDiv(slots, chunks));
-  plan.tiles = static_cast<int>(CeilDiv(args.shape.cols, Op::kVec * kThreads));
+  plan.chunks = static_cast<int>(CeilDiv(op.Slots(), kLongThreads * kLongSlots));
+  plan.tiles = static_cast<int>(CeilDiv(op.Slots(), kLongThreads));
+  // All rows of a group in one launch if their gradients are summed; otherwise as many as there is memory for their sums.
+  const int64_t sums_per_row = op.need_x ? plan.chunks * static_cast<int64_t>(sizeof(Sums) / sizeof(Acc)) : 0;
+  plan.rows = shape.rows_per_group;
+  if (!parameters) plan.rows = std::min(plan.rows, capacity / sums_per_row);
+  const int64_t left = capacity - plan.rows * sums_per_row;
+  JAXNORM_CHECK(plan.rows > 0 && left >= 0);
   auto* const sums = static_cast<Sums*>(scratch.untyped_data());
-  auto* const partials = reinterpret_cast<Acc*>(sums + launched * chunks);
-  // Enough slices to fill the device; each leaves partial sums, so few where those would weigh.
+  auto* const partials = static_cast<Acc*>(scratch.untyped_data()) + plan.rows * sums_per_row;
+  // Enough slices to fill the device, if each has rows enough for what its partial sums cost.
   int64_t slices = CeilDiv(8 * device.sms, plan.tiles);
-  if (parameters) {
-    const int64_t left = capacity - launched * chunks * static_cast<int64_t>(sizeof(Sums) / sizeof(Acc));
-    slices = std::min({slices, CeilDiv(plan.rows, 16), left / (args.shape.groups * part_size)});
-  }
-  plan.slices = static_cast<int>(std::clamp<int64_t>(slices, 1, plan.rows));
-  const int64_t groups = parameters ? args.shape.groups : 1;
-  for (; plan.first_row < args.shape.rows(); plan.first_row += launched) {
-    if (!parameters) plan.rows = std::min(plan.rows, args.shape.rows() - plan.first_row);
-    if (op.need_x) {
-      const Grid grid = {.blocks = groups * plan.rows * plan.chunks, .threads = kThreads};
-      JAXNORM_RETURN_IF_ERROR(Launch<NormBwdLongReduceKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, sums));
+  if (parameters) slices = std::min({slices, plan.rows / 16, left / part_size});
+  plan.slices = static_cast<int>(std::clamp<int64_t>(slices, 1, CeilDiv(plan.rows, kLongRows)));
+  const int64_t batch = plan.rows;
+  for (plan.group = 0; plan.group < shape.groups; ++plan.group) {
+    for (int64_t row = 0; row < shape.rows_per_group; row += batch) {
+      plan.first_row = plan.group * shape.rows_per_group + row;
+      plan.rows = std::min(batch, shape.rows_per_group - row);
+      if (op.need_x) {
+        const Grid grid = {.blocks = CeilDiv(plan.rows, kLongRows) * plan.chunks, .threads = kLongThreads};
+        JAXNORM_RETURN_IF_ERROR(Launch<NormBwdLongReduceKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, sums));
+      }
+      const Grid grid = {.blocks = int64_t{plan.slices} * plan.tiles, .threads = kLongThreads};
+      JAXNORM_RETURN_IF_ERROR(Launch<NormBwdLongKernel<Op>>(device, stream, grid, "norm_bwd", op, plan,
+                                                            static_cast<const Sums*>(sums), partials,
+                                                            Gradients<Op>(args)));
     }
-    const Grid grid = {.blocks = groups * plan.slices * plan.tiles, .threads = kThreads};
-    JAXNORM_RETURN_IF_ERROR(Launch<NormBwdLongKernel<Op>>(device, stream, grid, "norm_bwd", op, plan,
-                                                          static_cast<const Sums*>(sums), partials));
   }
-  if (!parameters) return ffi::Error::Success();
+  if (!parameters || plan.slices == 1) return ffi::Error::Success();
   return LaunchSum(device, stream, op, args, partials, plan.slices);
 }
 
@@ -654,54 +864,59 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
                          ffi::AnyBuffer scratch) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
-  const int slots = static_cast<int>(CeilDiv(args.shape.cols, Op::kVec)) + (Op::kMode == Mode::kRagged ? 1 : 0);
-  // Shared memory holds two stages of two arrays for a block of the largest size; with a third one parts are shorter.
-  const int max_part = kMaxThreads * Op::kSlots / (op.arrays == kMaxArrays ? 2 : 1);
-  if (slots > max_part * (device.clusters ? kMaxPortableCluster : 1)) {
+  constexpr int kMaxPart = kMaxThreads * Op::kSlots;
+  const int slots = op.Slots(), outputs = op.Outputs();
+  // Rows that fit no cluster; and those of which L2 can hold all, unless one block has a row for itself.
+  const int64_t input_bytes = args.shape.size() * 2 * static_cast<int64_t>(sizeof(T));
+  NormBwdPlan plan;
+  int at_once = 0;
+  while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > kMaxPart) plan.cluster *= 2;
+  if (plan.cluster > 1) at_once = ActiveClusters<NormBwdKernel<Op>>(device, kMaxThreads, plan.cluster);
+  if (plan.cluster > 1 && (CeilDiv(slots, plan.cluster) > kMaxPart || at_once == 0 || input_bytes <= device.l2_bytes / 4 * 3)) {
     return LaunchLong(device, stream, op, args, scratch);
   }
-  NormBwdPlan plan;
-  while (CeilDiv(slots, plan.cluster) > max_part) plan.cluster *= 2;
   plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
   const int64_t wanted = CeilDiv(plan.part_slots, Op::kSlots);
   plan.threads_per_row = static_cast<int>(wanted > kWarp ? CeilDiv(wanted, kWarp) * kWarp : NextPowerOfTwo(wanted));
-  plan.merge_width = NextPowerOfTwo(CeilDiv(plan.threads_per_row, kWarp));
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   const int threads = plan.threads_per_row * plan.rows_per_block;
   const int padded = static_cast<int>(CeilDiv(threads, kBlockThreads) * kBlockThreads);
-  const int stage_bytes = Op::kSlots * op.arrays * kVecBytes * padded;
-  const int scale_bytes = Op::kSlots * Op::kVec * static_cast<int>(sizeof(Acc)) * padded;
-  const int blocks_per_sm = threads <= kBlockThreads ? 2 : 1;
-  const int room = (device.max_shared_bytes + 1024) / blocks_per_sm - 1024 - kStaticSharedBytes;
-  plan.stages = scale_bytes + 3 * stage_bytes <= room ? 3 : 2;
-  // One row of partial sums for each block; more blocks than run at once would only write more of them.
-  const int outputs = op.Outputs();
-  int64_t blocks = std::min<int64_t>(CeilDiv(op.rows_per_group, plan.rows_per_block),
-                                     std::max(1, device.sms * blocks_per_sm / plan.cluster));
+  int stage_bytes = Op::kSlots * op.arrays * kVecBytes * padded;
+  if (Op::kMode == Mode::kRagged) stage_bytes += op.arrays * kVecBytes * plan.rows_per_block;
+  if (plan.cluster == 1) at_once = device.sms * (threads <= kBlockThreads ? 2 : 1);
+  // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged).
+  const int64_t unit = Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
+  int64_t most = CeilDiv(op.rows_per_group, plan.rows_per_block);
   if (outputs > 0) {
     const int64_t row_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
-    const int64_t room_for = static_cast<int64_t>(scratch.size_bytes()) / row_bytes;
-    JAXNORM_CHECK(room_for > 0);
-    blocks = std::min(blocks, room_for);
+    const int64_t room = static_cast<int64_t>(scratch.size_bytes()) / row_bytes;
+    JAXNORM_CHECK(room > 0);
+    most = std::min(most, room);
   }
-  if (Op::kMode == Mode::kRagged) {
-    // Rows of a thread lie alike if the step from one to the next is a multiple of kVec.
-    const int64_t unit = Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block);
-    if (blocks < unit) return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
-    blocks = blocks / unit * unit;
+  if (most < unit) return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
+  // Each block leaves a row of partial sums, so as few as run at once: or, if those are no multiple of `unit`, as many
+  // as take few rounds. Weighed by the bytes of each column: of rows, and of partial sums written and read.
+  int64_t blocks = std::min<int64_t>(most / unit * unit, at_once);
+  int64_t least = INT64_MAX;
+  for (int64_t n = unit; blocks % unit != 0 && n <= std::min<int64_t>(most, 8 * at_once); n += unit) {
+    const int64_t rows = CeilDiv(op.rows_per_group, n * plan.rows_per_block) * plan.rows_per_block;
+    const int64_t bytes = CeilDiv(n, at_once) * int64_t{3 * sizeof(T) * rows + 4 * sizeof(Acc)};
+    if (bytes >= least) continue;
+    least = bytes;
+    plan.blocks = static_cast<int>(n);
   }
-  plan.blocks = static_cast<int>(blocks);
-  Grid grid = {.blocks = args.shape.groups * blocks * plan.cluster,
+  if (blocks % unit == 0) plan.blocks = static_cast<int>(blocks);
+  JAXNORM_CHECK(op.rows_per_group < INT32_MAX);
+  plan.turns = static_cast<int>(op.rows_per_group / (int64_t{plan.blocks} * plan.rows_per_block));
+  plan.rest = static_cast<int>(op.rows_per_group % (int64_t{plan.blocks} * plan.rows_per_block));
+  Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
                .threads = threads,
-               .shared_bytes = scale_bytes + plan.stages * stage_bytes,
+               .shared_bytes = kStages * stage_bytes,
                .cluster = plan.cluster};
-  if (plan.rows_per_block > 1 && outputs > 0) {
-    grid.shared_bytes = std::max<int>(grid.shared_bytes, outputs * op.cols * sizeof(Acc));
-  }
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
   JAXNORM_RETURN_IF_ERROR(Launch<NormBwdKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, partials));
   if (outputs == 0) return ffi::Error::Success();
-  return LaunchSum(device, stream, op, args, partials, blocks);
+  return LaunchSum(device, stream, op, args, partials, plan.blocks);
 }
 
 ffi::Error NormBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArgs rest,

@@ -9,13 +9,13 @@
 
 #include <cstdint>
 
+#include "launch.cuh"
 #include "vec.cuh"
 
 namespace jaxnorm {
 
 inline constexpr int kWarp = 32;
 inline constexpr int kMaxWarps = 32;    // of one block
-inline constexpr int kMaxCluster = 16;  // blocks
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 // XORs the lane index with 1, 2, ... < width (a power of two <= 32): every lane of a group gets the group's result.
@@ -109,7 +109,7 @@ __device__ __forceinline__ void ReceiveFromPeers(uint64_t* barrier, int bytes, i
   while (!done) {
     asm volatile(
         "{\n .reg .pred p;\n"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
         " selp.u32 %0, 1, 0, p;\n}"
         : "=r"(done)
         : "r"(address), "r"(parity)

@@ -183,58 +183,6 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_const
   });
 }
 
-// The same for several rows, as in the Bundle tier. Groups of lanes of a block take neighbouring rows, kRows times.
-template <typename Op, int kItems, int kRows>
-__global__ void __launch_bounds__(kWarpThreads) WarpBundleKernel(const __grid_constant__ Op op, const int log2_lanes) {
-  using T = typename Op::T;
-  const int lanes = 1 << log2_lanes;
-  const int lane = threadIdx.x & (lanes - 1);
-  const int groups = blockDim.x >> log2_lanes;
-  const int64_t index = int64_t{blockIdx.x} * (groups * kRows) + (threadIdx.x >> log2_lanes);
-  // Asked again for each use, rather than kept in registers.
-  const auto inside = [&](int r) { return index + r * groups < op.rows; };
-  const auto row = [&](int r) { return op.Begin(inside(r) ? index + r * groups : op.rows - 1); };
-  RawSlot<Op> raw[kRows][kItems];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int slots = inside(r) ? row(r).grid.Slots() : 0;
-#pragma unroll
-    for (int j = 0; j < kItems; ++j) {
-#pragma unroll
-      for (int k = 0; k < Op::kInputs; ++k) {
-        uint4 words = SplatWords(Op::NeutralInput());
-        if (const int slot = lane + j * lanes; slot < slots && op.Has(k)) {
-          words = std::bit_cast<uint4>(jaxnorm::Load(op.Input(row(r), k).row + row(r).grid.First(slot)));
-        }
-        raw[r][j].in[k] = std::bit_cast<Vec<T, kVecSize<T>>>(words);
-      }
-    }
-  }
-  op.WithVariant([&](auto variant) {
-    typename Op::Slot kept[kRows][kItems];
-    typename Op::Final final[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) op.template Decode<true>(row(r), lane + j * lanes, raw[r][j], kept[r][j]);
-      const typename Op::Partial total = op.Reduce(variant, kept[r], lanes);
-      if (inside(r) && lane == 0) op.StoreRow(variant, index + r * groups, total);
-      final[r] = op.Finish(variant, total);
-    }
-#pragma unroll
-    for (int j = 0; j < kItems; ++j) {
-      typename Op::Loaded loaded;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int slot = lane + j * lanes;
-        if (!inside(r) || slot >= row(r).grid.Slots()) continue;
-        if (r == 0 || !op.CanBundle()) loaded = op.LoadForStore(variant, row(r), slot);
-        op.Store(variant, row(r), slot, kept[r][j], loaded, final[r]);
-      }
-    }
-  });
-}
-
 // ---- Passes over many slots, from shared or from global memory ----
 
 // Calls body.operator()<n>(base, kept) for groups of n slots base, base + step, ... below `end`: Op::kUnroll of them
@@ -298,7 +246,6 @@ __device__ __forceinline__ void WithRowVariant(const Op& op, F f) {
 // ---- Staging: slots [begin, end) of a row in shared memory ----
 
 inline constexpr int kMaxThreads = 512;
-inline constexpr int kMaxPortableCluster = 8;
 
 // One thread's view: it owns slots begin + thread, begin + thread + threads, ... and reads nothing else, so no barrier
 // is needed between copying and reading.
@@ -729,24 +676,16 @@ ffi::Error LaunchBundle(const DeviceInfo& device, cudaStream_t stream, const Op&
 template <typename Op>
 ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
-  if constexpr (Op::kMode == Mode::kPlain) {
+  if constexpr (Op::kMode == Mode::kPlain && !Op::kBundles) {
     if (slots <= kMaxWarpSlots) {
       const bool is_short = slots <= kShortWarpSlots;
       const int items = slots == 1 ? 1 : is_short ? kShortWarpItems : kWarpItems<Op>;
       const int lanes = NextPowerOfTwo(CeilDiv(slots, items));
       const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
-      constexpr int kRows = Op::kBundles ? 2 : 1;
-      const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes * kRows), .threads = kWarpThreads};
-      const auto launch = [&]<int kItems>(std::integral_constant<int, kItems>) {
-        if constexpr (Op::kBundles) {
-          return Launch<WarpBundleKernel<Op, kItems, kRows>>(device, stream, grid, name, op, log2_lanes);
-        } else {
-          return Launch<WarpRowKernel<Op, kItems>>(device, stream, grid, name, op, log2_lanes);
-        }
-      };
-      if (items == 1) return launch(std::integral_constant<int, 1>());
-      if (items == 2) return launch(std::integral_constant<int, 2>());
-      return launch(std::integral_constant<int, kWarpItems<Op>>());
+      const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes), .threads = kWarpThreads};
+      if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, op, log2_lanes);
+      if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, op, log2_lanes);
+      return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, op, log2_lanes);
     }
   }
   if constexpr (Op::kBundles) {

@@ -128,14 +128,58 @@ __device__ __forceinline__ void Store(T* p, const Vec<T, kVecSize<T>>& value) {
                : "memory");
 }
 
+// Shared memory by its address: from a pointer, the compiler computes it again for every access, in several
+// instructions.
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  auto address = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+// P is made of 32-bit words and aligned to 8 bytes, or to 16 if it has 16 or more.
+template <typename P>
+__device__ __forceinline__ P LoadShared(uint32_t address) {
+  WordsOf<P> words;
+  constexpr int kCount = sizeof(P) / sizeof(uint32_t);
+  if constexpr (kCount == 4) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words.w[i]) : "r"(address + 4 * i) : "memory");
+    }
+  }
+  return std::bit_cast<P>(words);
+}
+
+template <typename P>
+__device__ __forceinline__ void StoreShared(uint32_t address, P value) {
+  const auto words = std::bit_cast<WordsOf<P>>(value);
+  constexpr int kCount = sizeof(P) / sizeof(uint32_t);
+  if constexpr (kCount == 4) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words.w[0]), "r"(words.w[1]),
+                 "r"(words.w[2]), "r"(words.w[3])
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(address + 4 * i), "r"(words.w[i]) : "memory");
+    }
+  }
+}
+
+__device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // Copies a vector from global to shared memory, 16 bytes asynchronously: complete after CopyWait. Smaller ones at once.
 template <typename V>
 __device__ __forceinline__ void CopyAsync(V* shared, const V* global) {
   if constexpr (sizeof(V) == kVecBytes) {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-        "l"(global)
-        : "memory");
+    CopyAsync(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), static_cast<const void*>(global));
   } else {
     *shared = *global;
   }

@@ -418,8 +418,10 @@ struct BlockPlan {
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_constant__ Op op, const BlockPlan plan) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ RowShared<typename Op::Partial> shared;
-  __shared__ ClusterShared<typename Op::Partial, kMaxPortableCluster * kMaxThreads / kWarp> of_cluster;
+  __shared__ union {
+    RowShared<typename Op::Partial> of_block;
+    ClusterShared<typename Op::Partial, kMaxPortableCluster * kMaxThreads / kWarp> of_cluster;
+  } shared;
   const int threads = plan.threads_per_row;
   int thread = threadIdx.x, group = 0, rank = 0;
   int64_t index = blockIdx.x;
@@ -439,13 +441,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   const Stage<Op> stage = {op, row, base, plan.part_slots, plan.half_slots, begin, end, thread, threads};
   stage.CopyHalves();
   if (plan.cluster > 1) {
-    ClusterStart(&of_cluster.barrier);
+    ClusterStart(&shared.of_cluster.barrier);
     ClusterWait();
   }
   WithRowVariant(op, [&](auto variant) {
     const auto own = stage.ReduceHalves(variant);
-    const auto total =
-        plan.cluster > 1 ? MergeCluster(own, plan.cluster, rank, of_cluster) : MergeWarps(own, threads / kWarp, shared);
+    const auto total = plan.cluster > 1 ? MergeCluster(own, plan.cluster, rank, shared.of_cluster)
+                                        : MergeWarps(own, threads / kWarp, shared.of_block);
     if (inside && rank == 0 && thread == 0) op.StoreRow(variant, index, total);
     stage.Store(variant, total);
   });

@@ -53,7 +53,7 @@ int ExchangeBytes(int lanes_x, int warps, int cluster) {
          (warps * (kAcc + kPartial) + cluster * kPartial + static_cast<int>(sizeof(typename Op::ColumnFinal)));
 }
 
-inline constexpr int kStridedThreads = 256;
+inline constexpr int kStridedThreads = 256;  // with more, registers would not do for three blocks
 
 template <typename Op, int kVec>
 __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ? 2 : 3)
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ?
   using T = typename Op::T;
   using V = Vec<T, kVec>;
   constexpr int kArrays = Op::kColumnInputs;
-  constexpr int kGroup = 4 / kArrays;
+  constexpr int kGroup = 4 / kArrays;  // positions whose vectors are loaded at once
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ uint64_t barrier;
   const int lanes_x = 1 << plan.log2_lanes_x;

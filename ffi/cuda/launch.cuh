@@ -55,13 +55,14 @@ inline ffi::Error CurrentDevice(const DeviceInfo** info) {
 }
 
 // Of shared memory, kept for a kernel's own variables; the dynamic part can have the rest.
-inline constexpr int kStaticSharedBytes = 2560;
+inline constexpr int kStaticSharedBytes = 4096;
 
 struct Grid {
   int64_t blocks = 0;
   int threads = 0;
   int shared_bytes = 0;
-  int cluster = 1;  // consecutive blocks that share a row
+  int cluster = 1;           // consecutive blocks that share a row
+  bool cooperative = false;  // all blocks run at once, or the launch fails
 };
 
 inline constexpr int kMaxCluster = 16;         // blocks
@@ -123,12 +124,17 @@ ffi::Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& gri
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
   if (grid.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+  }
+  if (grid.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
   }
   return LaunchStatus(cudaLaunchKernelEx(&config, kKernel, args...), name);
 }

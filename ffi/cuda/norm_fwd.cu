@@ -166,7 +166,6 @@ struct NormFwd {
   }
   __host__ __device__ __forceinline__ bool Has(int k) const { return k == 0 || sum != nullptr; }
   __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
-  __host__ __device__ __forceinline__ bool Reduces(int) const { return true; }
   __host__ __device__ __forceinline__ int Place(int k) const { return k; }
   __host__ __device__ __forceinline__ int Inputs() const { return Has(1) ? 2 : 1; }
 

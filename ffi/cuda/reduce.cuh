@@ -71,6 +71,22 @@ __device__ __forceinline__ void ClusterStart(Barrier*... barriers) {
 #endif
 }
 
+// Which cluster this is of the launch, and which block of the cluster.
+__device__ __forceinline__ int ClusterIndex() {
+  int index = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+#endif
+  return index;
+}
+__device__ __forceinline__ int ClusterRank() {
+  int rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
 __device__ __forceinline__ void ClusterWait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -136,7 +152,7 @@ __device__ __forceinline__ P MergeWarps(P value, int warps_per_row, RowShared<P>
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   if (lane == 0) shared.warps[warp] = value;
   __syncthreads();
-  const int first = warp / warps_per_row * warps_per_row;
+  const int first = warps_per_row * kWarp == blockDim.x ? 0 : warp & -warps_per_row;
   return P::MergeLanes(lane < warps_per_row ? shared.warps[first + lane] : P::Identity(), kWarp);
 }
 
@@ -149,6 +165,101 @@ __device__ __forceinline__ P MergeBlocks(P value, int cluster, int rank, RowShar
   ReceiveFromPeers(&shared.barrier, cluster * static_cast<int>(sizeof(P)), parity);
   return P::MergeLanes(lane < cluster ? shared.blocks[lane] : P::Identity(), kWarp);
 }
+
+// A row that a cluster has for itself.
+template <typename P, int kWarps>
+struct ClusterShared {
+  P warps[kWarps];  // of all blocks
+  uint64_t barrier;
+};
+
+// Merges what the warps of the blocks of a cluster have, without merging those of a block first. As MergeBlocks, once.
+template <typename P, int kWarps>
+__device__ __forceinline__ P MergeCluster(P value, int cluster, int rank, ClusterShared<P, kWarps>& shared) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  if (lane < cluster) SendToPeer(&shared.warps[rank * warps + warp], &shared.barrier, lane, value);
+  ReceiveFromPeers(&shared.barrier, cluster * warps * static_cast<int>(sizeof(P)), 0);
+  P own = P::Identity();
+  for (int i = lane; i < cluster * warps; i += kWarp) own = P::Merge(own, shared.warps[i]);
+  return P::MergeLanes(own, kWarp);
+}
+
+// ---- A row shared by blocks that are all running (cooperative launches) ----
+
+inline constexpr uint64_t kTagStep = 1 << 16;
+
+// A value in global memory, for other blocks. 16 bytes are written and read at once; 8 of them are the launch's tag, so
+// what is read is the value of this launch or not there yet, whatever else the memory held. No order of stores matters.
+// The lowest kTagStep of a tag's values are for counting.
+template <typename P>
+struct Post {
+  static constexpr int kParts = (sizeof(P) + 7) / 8;
+  struct alignas(16) Part {
+    unsigned long long x, y;
+  } parts[kParts];
+
+  __device__ __forceinline__ void Write(P value, uint64_t tag) {
+    const auto words = std::bit_cast<WordsOf<P>>(value);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      constexpr int kWords = sizeof(P) / sizeof(uint32_t);
+      const uint64_t low = words.w[2 * i], high = 2 * i + 1 < kWords ? words.w[(2 * i + 1) % kWords] : 0;
+      asm volatile("{\n .reg .b128 v;\n mov.b128 v, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(
+                       __cvta_generic_to_global(&parts[i])),
+                   "l"(tag), "l"(low | high << 32)
+                   : "memory");
+    }
+  }
+
+  __device__ __forceinline__ void Clear() {
+#pragma unroll
+    for (Part& part : parts) part.x = 0;
+  }
+
+  // Adds one to a post that this thread has read, and returns how many did before.
+  __device__ __forceinline__ int Count() { return static_cast<int>(atomicAdd(&parts[0].x, 1ull) % kTagStep); }
+
+  __device__ __forceinline__ P Read(uint64_t tag) const {
+    constexpr int kWords = sizeof(P) / sizeof(uint32_t);
+    WordsOf<P> words;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      uint64_t found, value;
+      do {
+        asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+                     : "=l"(found), "=l"(value)
+                     : "l"(__cvta_generic_to_global(&parts[i]))
+                     : "memory");
+      } while (found / kTagStep != tag / kTagStep);
+      words.w[2 * i] = static_cast<uint32_t>(value);
+      if (2 * i + 1 < kWords) words.w[(2 * i + 1) % kWords] = static_cast<uint32_t>(value >> 32);
+    }
+    return std::bit_cast<P>(words);
+  }
+};
+
+// Where the `blocks` blocks of a row exchange their partials. All blocks of the launch must be running.
+template <typename P>
+struct Meeting {
+  Post<P>* posts;  // one per block
+  uint64_t tag;
+  int blocks, rank;
+
+  __device__ __forceinline__ P Merge(P value, RowShared<P>& shared) const {
+    if (threadIdx.x == 0) posts[rank].Write(value, tag);
+    P own = P::Identity();
+    for (int i = threadIdx.x; i < blocks; i += blockDim.x) own = P::Merge(own, posts[i].Read(tag));
+    return MergeWarps(P::MergeLanes(own, kWarp), blockDim.x / kWarp, shared);
+  }
+
+  // To be called by thread 0 after Merge, and its result given to Clear when there is time. A graph is launched again
+  // with the same tag, so the last block to leave removes it.
+  __device__ __forceinline__ int Leave() const { return posts[0].Count(); }
+  __device__ __forceinline__ void Clear(int left_before) const {
+    if (left_before != blocks - 1) return;
+    for (int i = 0; i < blocks; ++i) posts[i].Clear();
+  }
+};
 
 }  // namespace jaxnorm
 

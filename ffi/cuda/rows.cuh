@@ -20,8 +20,8 @@
 //   Bundle as Block, but a thread works on several rows, with the same slots of each: what depends on the column only
 //          (scale and bias) is then loaded once for all of them. It may be larger than the slot itself, and loading it
 //          for each row was measured to take as much time as all else.
-//   Split  too long for that: one launch reduces chunks of rows, the next one stores; batch by batch, so that the second
-//          launch finds its inputs in L2.
+//   Split  too long for that: all multiprocessors share a few rows, and exchange partials through global memory. What
+//          of their inputs does not fit in shared memory they read again, from L2 as far as it goes.
 //
 // Op concept (T storage type, Acc arithmetic type):
 //   static constexpr Mode kMode
@@ -33,7 +33,6 @@
 //   struct Row                              pointers into one row; Row Begin(int64_t row) const
 //   const OperandRow<T>& Input(row, k); bool Has(k); int Place(k), Inputs(); bool HasWhere()   input k < kInputs, if it is there, which of
 //                                           the Inputs() present ones it is, and `where` of a row (kGeneral)
-//   bool Reduces(k)                         whether the reduction reads input k
 //   WithVariant(f)                          calls f(v) once with what kernels should be compiled for separately, as a
 //                                           constant; the same v is handed to the functions below
 //   struct Slot                             what is kept of one slot between reduction and store
@@ -62,7 +61,9 @@
 #define JAXNORM_CUDA_ROWS_CUH_
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <random>
 #include <type_traits>
 
 #include "launch.cuh"
@@ -139,14 +140,14 @@ __device__ __forceinline__ void StoreSlot(T* row, const SlotGrid<T, kMode>& grid
 inline constexpr int kMaxWarpSlots = 64;
 inline constexpr int kWarpThreads = 64;  // per block of the Warp tier
 
-// Slots per lane of the Warp tier. Short rows are better off with more lanes.
+// Slots per lane of the Warp tier. Short rows are better off with more lanes, and long ones, by 1%, too.
 template <typename Op>
 inline constexpr int kWarpItems = 4 / Op::kColumnInputs;
-inline constexpr int kShortWarpItems = 2, kShortWarpSlots = 8;
+inline constexpr int kFewWarpItems = 2, kShortWarpSlots = 8, kLongWarpSlots = 16;
 
 // Slot j of lane t of a group of 2^log2_lanes is j * lanes + t.
 template <typename Op, int kItems>
-__global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const __grid_constant__ Op op, const int log2_lanes) {
+__global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const int log2_lanes, const __grid_constant__ Op op) {
   using T = typename Op::T;
   const int lanes = 1 << log2_lanes;
   const int lane = threadIdx.x & (lanes - 1);
@@ -247,6 +248,10 @@ __device__ __forceinline__ void WithRowVariant(const Op& op, F f) {
 
 inline constexpr int kMaxThreads = 512;
 
+// Of `slots` that are staged, those copied first: whole turns of all threads. Divisions are left to the host, since few
+// instructions of a kernel are as slow, and nothing else has begun when these would be needed.
+inline int HalfSlots(int slots, int threads) { return slots / (2 * threads) * threads; }
+
 // One thread's view: it owns slots begin + thread, begin + thread + threads, ... and reads nothing else, so no barrier
 // is needed between copying and reading.
 template <typename Op>
@@ -260,19 +265,18 @@ struct Stage {
   const typename Op::Row& row;
   V* base;  // of slot `begin` of the first input; the next ones follow after part_slots each
   int part_slots;
+  int half_slots;  // see HalfSlots
   int begin, end;
   int thread, threads;
 
   __device__ __forceinline__ V& At(int slot, int k) const { return base[k * part_slots + slot - begin]; }
 
   // Starts copying the slots of [from, to); `from` is begin plus a multiple of `threads`.
-  // With reduce_only, of the inputs that the reduction reads.
-  __device__ __forceinline__ void Copy(int from, int to, bool reduce_only = false) const {
+  __device__ __forceinline__ void Copy(int from, int to) const {
     for (int slot = from + thread; slot < to; slot += threads) {
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
-        if (op.Has(k) && (!reduce_only || op.Reduces(k)))
-          CopySlotAsync<Op::kMode>(&At(slot, op.Place(k)), op.Input(row, k), row.grid.First(slot));
+        if (op.Has(k)) CopySlotAsync<Op::kMode>(&At(slot, op.Place(k)), op.Input(row, k), row.grid.First(slot));
       }
     }
     CopyCommit();
@@ -314,18 +318,19 @@ struct Stage {
 
   // Where the second half begins. Halves are copied as separate groups, so that the first is reduced while the second
   // is on its way; more groups cost more than they hide.
-  __device__ __forceinline__ int Middle() const { return begin + max(end - begin, 0) / (2 * threads) * threads; }
+  __device__ __forceinline__ int Middle() const { return min(begin + half_slots, end); }
 
-  __device__ __forceinline__ void CopyHalves(bool reduce_only = false) const {
+  __device__ __forceinline__ void CopyHalves() const {
     const int middle = Middle();
-    Copy(begin, middle, reduce_only);
-    Copy(middle, end, reduce_only);
+    Copy(begin, middle);
+    Copy(middle, end);
   }
 
+  // Of what these threads have of a row: `own`, and the slots staged.
   template <typename Variant>
-  __device__ __forceinline__ typename Op::Partial ReduceHalves(Variant variant) const {
+  __device__ __forceinline__ typename Op::Partial ReduceHalves(
+      Variant variant, typename Op::Partial own = Op::Partial::Identity()) const {
     const int middle = Middle();
-    typename Op::Partial own = Op::Partial::Identity();
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       if (half == 0) {
@@ -337,7 +342,8 @@ struct Stage {
       PadEdges(from, to);
       ReduceSlots<kEdges>(op, variant, row, from + thread, to, threads, Fetch(), own);
     }
-    return Op::Partial::MergeLanes(own, min(threads, kWarp));
+    // Most often all lanes; a width that is known spares a branch for each step.
+    return threads >= kWarp ? Op::Partial::MergeLanes(own, kWarp) : Op::Partial::MergeLanes(own, threads);
   }
 
   template <typename Variant>
@@ -353,35 +359,42 @@ struct BlockPlan {
   int rows_per_block = 1;
   int cluster = 1;     // blocks that share a row
   int part_slots = 0;  // of a row per block
+  int half_slots = 0;  // see HalfSlots
 };
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_constant__ Op op, const BlockPlan plan) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ RowShared<typename Op::Partial> shared;
+  __shared__ union {
+    RowShared<typename Op::Partial> of_block;
+    ClusterShared<typename Op::Partial, kMaxPortableCluster * kMaxThreads / kWarp> of_cluster;
+  } shared;
   const int threads = plan.threads_per_row;
   int thread = threadIdx.x, group = 0, rank = 0;
   int64_t index = blockIdx.x;
   if (plan.rows_per_block > 1) {
     thread &= threads - 1;
-    group = threadIdx.x / threads;
+    group = threadIdx.x >> (31 - __clz(threads));
     index = index * plan.rows_per_block + group;
   } else if (plan.cluster > 1) {
-    ClusterStart(&shared.barrier);
-    index = blockIdx.x / plan.cluster;
-    rank = blockIdx.x % plan.cluster;
+    index = ClusterIndex();
+    rank = ClusterRank();
   }
   const bool inside = index < op.rows;  // threads without a row still take part in shuffles and barriers
   const typename Op::Row row = op.Begin(inside ? index : op.rows - 1);
   const int begin = rank * plan.part_slots;
   const int end = inside ? max(begin, min(begin + plan.part_slots, row.grid.Slots())) : begin;
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes) + group * plan.part_slots * op.Inputs();
-  const Stage<Op> stage = {op, row, base, plan.part_slots, begin, end, thread, threads};
+  const Stage<Op> stage = {op, row, base, plan.part_slots, plan.half_slots, begin, end, thread, threads};
   stage.CopyHalves();
-  if (plan.cluster > 1) ClusterWait();
+  if (plan.cluster > 1) {
+    ClusterStart(&shared.of_cluster.barrier);
+    ClusterWait();
+  }
   WithRowVariant(op, [&](auto variant) {
-    auto total = MergeWarps(stage.ReduceHalves(variant), threads / kWarp, shared);
-    if (plan.cluster > 1) total = MergeBlocks(total, plan.cluster, rank, shared);
+    const auto own = stage.ReduceHalves(variant);
+    const auto total = plan.cluster > 1 ? MergeCluster(own, plan.cluster, rank, shared.of_cluster)
+                                        : MergeWarps(own, threads / kWarp, shared.of_block);
     if (inside && rank == 0 && thread == 0) op.StoreRow(variant, index, total);
     stage.Store(variant, total);
   });
@@ -419,12 +432,12 @@ __global__ void __launch_bounds__(kMaxBundleThreads, 3)
   int64_t index = blockIdx.x;
   if (plan.rows_per_block > 1) {
     thread &= threads - 1;
-    group = threadIdx.x / threads;
+    group = threadIdx.x >> (31 - __clz(threads));
     index = index * plan.rows_per_block + group;
   } else if (plan.cluster > 1) {
     ClusterStart(&shared.barrier);
-    index = blockIdx.x / plan.cluster;
-    rank = blockIdx.x % plan.cluster;
+    index = ClusterIndex();
+    rank = ClusterRank();
   }
   // The last rows are shared by two bundles where their number is not a multiple; both write the same values.
   const int64_t first_row = min(index / kStep * (kStep * kRows), op.rows - kStep * kRows) + index % kStep;
@@ -553,57 +566,67 @@ __global__ void __launch_bounds__(kMaxBundleThreads, 3)
 
 // ---- Split tier ----
 
-// Chunk c of a row is slots [c * chunk_slots, (c + 1) * chunk_slots). Item i of a launch is chunk i % chunks of
-// row first_row + i / chunks. The store launch takes them from the end, where L2 still has what was reduced last.
+// One block per multiprocessor. More threads gain 3 to 5% where two inputs are read, and nothing with one.
+template <typename Op>
+inline constexpr int kSplitThreads = Op::kMode == Mode::kGeneral || Op::kColumnInputs == 1 ? 512 : 1024;
+
+// Chunk c of a row is slots [c * chunk_slots, (c + 1) * chunk_slots), of which the last staged_slots are staged. Block i
+// has chunk i % chunks of row first_row + i / chunks.
+template <typename Partial>
 struct SplitPlan {
   int64_t first_row = 0;
-  int chunks = 1;
+  FastDiv chunks;
   int chunk_slots = 0;
+  int staged_slots = 0;
+  int half_slots = 0;              // see HalfSlots
+  Post<Partial>* posts = nullptr;  // one per block
+  uint64_t tag = 0;
 };
 
 template <typename Op>
-__device__ __forceinline__ Stage<Op> StageChunk(const Op& op, const typename Op::Row& row, const SplitPlan& plan,
-                                                int64_t item, uint4* shared_bytes) {
-  const int begin = static_cast<int>(item % plan.chunks) * plan.chunk_slots;
-  const int end = max(begin, min(begin + plan.chunk_slots, row.grid.Slots()));
-  auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes);
-  return {op, row, base, plan.chunk_slots, begin, end, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
-}
-
-template <typename Op>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    SplitReduceKernel(const __grid_constant__ Op op, const SplitPlan plan, typename Op::Partial* partials) {
-  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ RowShared<typename Op::Partial> shared;
-  const typename Op::Row row = op.Begin(plan.first_row + blockIdx.x / plan.chunks);
-  const Stage<Op> stage = StageChunk(op, row, plan, blockIdx.x, shared_bytes);
-  stage.CopyHalves(/*reduce_only=*/true);
-  WithRowVariant(op, [&](auto variant) {
-    const auto total = MergeWarps(stage.ReduceHalves(variant), blockDim.x / kWarp, shared);
-    if (threadIdx.x == 0) partials[blockIdx.x] = total;
-  });
-}
-
-template <typename Op>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    SplitStoreKernel(const __grid_constant__ Op op, const SplitPlan plan, const typename Op::Partial* partials) {
+__global__ void __launch_bounds__(kSplitThreads<Op>, 1)
+    SplitKernel(const __grid_constant__ Op op, const SplitPlan<typename Op::Partial> plan) {
   using Partial = typename Op::Partial;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ RowShared<Partial> shared;
-  const int64_t item = gridDim.x - 1 - blockIdx.x;
-  const typename Op::Row row = op.Begin(plan.first_row + item / plan.chunks);
-  const Stage<Op> stage = StageChunk(op, row, plan, item, shared_bytes);
-  stage.Copy(stage.begin, stage.end);  // on its way while the partials are merged
-  Partial own = Partial::Identity();
-  for (int c = threadIdx.x; c < plan.chunks; c += blockDim.x) {
-    own = Partial::Merge(own, partials[item / plan.chunks * plan.chunks + c]);
-  }
-  const Partial total = MergeWarps(Partial::MergeLanes(own, kWarp), blockDim.x / kWarp, shared);
-  CopyWait<0>();
-  stage.PadEdges(stage.begin, stage.end);
+  __shared__ RowShared<Partial> shared, merged;
+  uint32_t place;
+  const int nth = plan.chunks.DivMod(blockIdx.x, &place), chunk = place, chunks = plan.chunks.divisor();
+  const Meeting<Partial> meeting = {plan.posts + nth * chunks, plan.tag, chunks, chunk};
+  const int64_t index = plan.first_row + nth;
+  const typename Op::Row row = op.Begin(index);
+  const int begin = chunk * plan.chunk_slots;
+  const int end = max(begin, min(begin + plan.chunk_slots, row.grid.Slots()));
+  const int middle = max(begin, end - plan.staged_slots);
+  const int thread = threadIdx.x, threads = blockDim.x;
+  auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes);
+  const Stage<Op> stage = {op, row, base, plan.staged_slots, plan.half_slots, middle, end, thread, threads};
+  stage.CopyHalves();
+  // What is not staged is read twice, the second time from L2. It is never the row's last slot, so all of it exists.
+  const auto fetch = [&](int slot, RawSlot<Op>& raw) {
+    const int first = row.grid.First(slot);
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      if (!op.Has(k)) continue;
+      if constexpr (Op::kMode == Mode::kGeneral) {
+        raw.in[k] = op.Input(row, k).template Load<kVecSize<typename Op::T>>(first);
+      } else {
+        raw.in[k] = jaxnorm::Load(op.Input(row, k).row + first);
+      }
+    }
+    if constexpr (Op::kMode == Mode::kGeneral) {
+      if (op.HasWhere()) raw.where = row.where.template Load<kVecSize<typename Op::T>>(first);
+    }
+  };
   WithRowVariant(op, [&](auto variant) {
-    if (stage.begin == 0 && threadIdx.x == 0) op.StoreRow(variant, plan.first_row + item / plan.chunks, total);
+    Partial own = Partial::Identity();
+    ReduceSlots<true>(op, variant, row, begin + thread, middle, threads, fetch, own);
+    const Partial of_block = MergeWarps(stage.ReduceHalves(variant, own), threads / kWarp, shared);
+    const Partial total = meeting.Merge(of_block, merged);
+    const int left_before = thread == 0 ? meeting.Leave() : 0;
+    if (chunk == 0 && thread == 0) op.StoreRow(variant, index, total);
+    StoreSlots<true>(op, variant, row, begin + thread, middle, threads, fetch, total);
     stage.Store(variant, total);
+    if (thread == 0) meeting.Clear(left_before);
   });
 }
 
@@ -678,14 +701,14 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
   constexpr int kBlockThreads = 128;
   if constexpr (Op::kMode == Mode::kPlain && !Op::kBundles) {
     if (slots <= kMaxWarpSlots) {
-      const bool is_short = slots <= kShortWarpSlots;
-      const int items = slots == 1 ? 1 : is_short ? kShortWarpItems : kWarpItems<Op>;
+      const bool few = slots <= kShortWarpSlots || (!Op::kBundles && slots > kLongWarpSlots);
+      const int items = slots == 1 ? 1 : few ? kFewWarpItems : kWarpItems<Op>;
       const int lanes = NextPowerOfTwo(CeilDiv(slots, items));
       const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
       const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes), .threads = kWarpThreads};
-      if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, op, log2_lanes);
-      if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, op, log2_lanes);
-      return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, op, log2_lanes);
+      if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, log2_lanes, op);
+      if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, log2_lanes, op);
+      return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, log2_lanes, op);
     }
   }
   if constexpr (Op::kBundles) {
@@ -715,6 +738,7 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
     const int64_t warps = CeilDiv(plan.part_slots, per_thread * kWarp);
     plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxThreads));
   }
+  plan.half_slots = HalfSlots(plan.part_slots, plan.threads_per_row);
   const Grid grid = {.blocks = CeilDiv(op.rows, plan.rows_per_block) * plan.cluster,
                      .threads = plan.threads_per_row * plan.rows_per_block,
                      .shared_bytes = plan.part_slots * slot_bytes * plan.rows_per_block,
@@ -722,29 +746,39 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
   return Launch<BlockRowKernel<Op>>(device, stream, grid, name, op, plan);
 }
 
-// `scratch` takes the partials of a batch of rows; Python reserves enough for one row at least, where it knows the length.
+// A tag that no other launch has, of this process or another (see Post).
+inline uint64_t LaunchTag() {
+  static std::atomic<uint64_t> next = [] {
+    std::random_device random;
+    return (uint64_t{random()} << 32 | random()) / kTagStep * kTagStep;
+  }();
+  return next.fetch_add(kTagStep, std::memory_order_relaxed);
+}
+
+// `scratch` is where the blocks of a launch exchange partials; Python reserves room for 1000 of them at least.
 template <typename Op>
 ffi::Error LaunchSplit(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
                        const char* name) {
   using Partial = typename Op::Partial;
-  constexpr int kThreads = Op::kColumnInputs == 1 ? 512 : 256;
-  auto* partials = static_cast<Partial*>(scratch.untyped_data());
-  const int64_t capacity = static_cast<int64_t>(scratch.size_bytes() / sizeof(Partial));
-  const int64_t chunks = CeilDiv(slots, kThreads * Op::kSlotsPerThread);
-  JAXNORM_CHECK(chunks <= capacity);
-  SplitPlan plan = {.chunks = static_cast<int>(chunks), .chunk_slots = static_cast<int>(CeilDiv(slots, chunks))};
-  // All rows at once if L2 can hold their inputs; otherwise batches that fill half of it, and the other half sees what
-  // the store launch writes.
+  const int shared_bytes = device.max_shared_bytes - kStaticSharedBytes;
+  const int64_t blocks = device.sms;
+  JAXNORM_CHECK(blocks * sizeof(Post<Partial>) <= scratch.size_bytes() && blocks < int64_t{kTagStep});
+  // All rows at once if L2 can hold their inputs; otherwise as many as shared memory can hold.
   const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
-  const int64_t held = op.rows <= device.l2_bytes / row_bytes ? op.rows : device.l2_bytes / 2 / row_bytes;
-  const int64_t batch = std::clamp<int64_t>(held, 1, std::min<int64_t>(op.rows, capacity / chunks));
+  const int64_t held = op.rows <= device.l2_bytes / row_bytes ? op.rows : blocks * shared_bytes / row_bytes;
+  const int64_t batch = std::clamp<int64_t>(held, 1, std::min(op.rows, blocks));
+  const int chunks = static_cast<int>(std::min<int64_t>(blocks / batch, slots));
+  SplitPlan<Partial> plan = {.chunks = FastDiv(chunks), .posts = static_cast<Post<Partial>*>(scratch.untyped_data())};
+  plan.chunk_slots = static_cast<int>(CeilDiv(slots, chunks));
+  plan.staged_slots = std::min(plan.chunk_slots, shared_bytes / (kVecBytes * op.Inputs()));
+  plan.half_slots = HalfSlots(plan.staged_slots, kSplitThreads<Op>);
   for (; plan.first_row < op.rows; plan.first_row += batch) {
-    const Grid grid = {.blocks = std::min(batch, op.rows - plan.first_row) * plan.chunks,
-                       .threads = kThreads,
-                       .shared_bytes = plan.chunk_slots * kVecBytes * op.Inputs()};
-    JAXNORM_RETURN_IF_ERROR(Launch<SplitReduceKernel<Op>>(device, stream, grid, name, op, plan, partials));
-    JAXNORM_RETURN_IF_ERROR(
-        Launch<SplitStoreKernel<Op>>(device, stream, grid, name, op, plan, const_cast<const Partial*>(partials)));
+    plan.tag = LaunchTag();
+    const Grid grid = {.blocks = std::min(batch, op.rows - plan.first_row) * chunks,
+                       .threads = kSplitThreads<Op>,
+                       .shared_bytes = plan.staged_slots * kVecBytes * op.Inputs(),
+                       .cooperative = true};
+    JAXNORM_RETURN_IF_ERROR(Launch<SplitKernel<Op>>(device, stream, grid, name, op, plan));
   }
   return ffi::Error::Success();
 }

@@ -63,14 +63,6 @@ __device__ __forceinline__ Vec<T, N> MaxVec(const Vec<T, N>& a, const Vec<T, N>&
   return out;
 }
 
-template <typename T, int N>
-__device__ __forceinline__ Vec<T, N> AddVec(const Vec<T, N>& a, const Vec<T, N>& b) {
-  Vec<T, N> out;
-#pragma unroll
-  for (int i = 0; i < N; ++i) out.v[i] = a.v[i] + b.v[i];
-  return out;
-}
-
 // Largest element; NaN loses.
 template <typename T, int N>
 __device__ __forceinline__ T MaxElement(const Vec<T, N>& a) {

@@ -19,23 +19,24 @@ struct SoftmaxBwd {
   static constexpr int kUnroll = kGeneral ? 1 : 2;
   static constexpr bool kBundles = false;
 
+  // What every call reads comes first, in one line of the constant cache or two.
   int64_t rows;
   int cols;
-  DeviceOperand<T> y, t;
-  DeviceOperand<bool> where;
-  T* out;
   Acc factor;
   SoftmaxForm form;
+  T* out;
+  DeviceOperand<T> y, t;
+  DeviceOperand<bool> where;
 
   SoftmaxBwd(const SoftmaxBwdArgs& args)
       : rows(args.shape.rows()),
         cols(static_cast<int>(args.shape.axis)),
+        factor(static_cast<Acc>(args.factor)),
+        form(args.form),
+        out(static_cast<T*>(args.out)),
         y(args.y, rows),
         t(args.t, rows),
-        where(args.where, rows),
-        out(static_cast<T*>(args.out)),
-        factor(static_cast<Acc>(args.factor)),
-        form(args.form) {}
+        where(args.where, rows) {}
 
   // ---- Rows (rows.cuh) ----
 
@@ -72,7 +73,6 @@ struct SoftmaxBwd {
   __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const { return k == 0 ? row.y : row.t; }
   __host__ __device__ __forceinline__ bool Has(int) const { return true; }
   __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
-  __host__ __device__ __forceinline__ bool Reduces(int k) const { return k == 1 || form != SoftmaxForm::kLogVjp; }
   __host__ __device__ __forceinline__ int Place(int k) const { return k; }
   __host__ __device__ __forceinline__ int Inputs() const { return kInputs; }
 
@@ -191,20 +191,21 @@ struct SoftmaxBwd {
     return kGeneral && column.where != nullptr && !column.where[a * where.axis_stride];
   }
 
-  template <int kN, typename Variant, typename ForEach, typename AllReduce>
-  __device__ __forceinline__ void ReduceColumns(Variant form, const Column& column, ForEach for_each,
-                                                AllReduce all_reduce, ColumnFinal (&final)[kN]) const {
-    Vec<Acc, kN> sum;
+  template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
+  __device__ __forceinline__ void ReduceColumns(Variant form, const Column& column, ForParts for_parts, ForAll,
+                                                BlockReduce, Vec<Partial, kN>& total) const {
 #pragma unroll
-    for (int v = 0; v < kN; ++v) sum.v[v] = 0;
-    for_each([&](int a, const Vec<T, kN>(&raw)[2]) {
+    for (int v = 0; v < kN; ++v) total.v[v].sum = 0;
+    for_parts([&](int a, const Vec<T, kN>(&raw)[2]) {
       if (Masked(column, a)) return;
 #pragma unroll
-      for (int v = 0; v < kN; ++v) sum.v[v] += Term(form, raw[0].v[v], raw[1].v[v]);
+      for (int v = 0; v < kN; ++v) total.v[v].sum += Term(form, raw[0].v[v], raw[1].v[v]);
     });
-    sum = all_reduce(sum, AddVec<Acc, kN>);
-#pragma unroll
-    for (int v = 0; v < kN; ++v) final[v] = Finish(form, {sum.v[v]});
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant form, const Partial& total) const {
+    return Finish(form, total);
   }
 
   template <int kN, typename Variant>

@@ -20,24 +20,25 @@ struct SoftmaxFwd {
   static constexpr bool kBundles = false;
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 
+  // What every call reads comes first, in one line of the constant cache.
   int64_t rows;
   int cols;
+  bool log;
+  Acc factor;  // times kUnit
+  T* y;
   DeviceOperand<T> x, scale, bias;
   DeviceOperand<bool> where;
-  T* y;
-  Acc factor;  // times kUnit
-  bool log;
 
   SoftmaxFwd(const SoftmaxFwdArgs& args)
       : rows(args.shape.rows()),
         cols(static_cast<int>(args.shape.axis)),
+        log(args.log),
+        factor(static_cast<Acc>(args.factor) * kUnit<T>),
+        y(static_cast<T*>(args.y)),
         x(args.x, rows),
         scale(args.scale, rows),
         bias(args.bias, rows),
-        where(args.where, rows),
-        y(static_cast<T*>(args.y)),
-        factor(static_cast<Acc>(args.factor) * kUnit<T>),
-        log(args.log) {}
+        where(args.where, rows) {}
 
   __host__ __device__ __forceinline__ const DeviceOperand<T>& Input(int) const { return x; }
   __host__ __device__ __forceinline__ T* Output() const { return y; }
@@ -80,7 +81,6 @@ struct SoftmaxFwd {
     return k == 0 || (k == 1 ? scale.data : bias.data) != nullptr;
   }
   __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
-  __host__ __device__ __forceinline__ bool Reduces(int) const { return true; }
   __host__ __device__ __forceinline__ int Place(int k) const { return k < 2 ? k : 1 + (Has(1) ? 1 : 0); }
   __host__ __device__ __forceinline__ int Inputs() const {
     return kGeneral ? 1 + (Has(1) ? 1 : 0) + (Has(2) ? 1 : 0) : 1;
@@ -258,36 +258,38 @@ struct SoftmaxFwd {
     Final final;
   };
 
-  template <int kN, typename Variant, typename ForEach, typename AllReduce>
-  __device__ __forceinline__ void ReduceColumns(Variant log, const Column& column, ForEach for_each,
-                                                AllReduce all_reduce, ColumnFinal (&final)[kN]) const {
+  template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
+  __device__ __forceinline__ void ReduceColumns(Variant, const Column& column, ForParts for_parts, ForAll for_all,
+                                                BlockReduce block_reduce, Vec<Partial, kN>& total) const {
     bool masked;
-    Partial total[kN];
     if constexpr (kGeneral) {
       Vec<Acc, 1> m = {{-Acc(INFINITY)}};
-      for_each([&](int a, const Vec<T, 1>(&raw)[1]) { m.v[0] = Max(m.v[0], ColumnZ(raw[0].v[0], column, a, masked)); });
-      total[0].max = all_reduce(m, MaxVec<Acc, 1>).v[0];
+      for_parts(
+          [&](int a, const Vec<T, 1>(&raw)[1]) { m.v[0] = Max(m.v[0], ColumnZ(raw[0].v[0], column, a, masked)); });
+      total.v[0].max = block_reduce(m, MaxVec<Acc, 1>).v[0];
     } else {
       auto m = std::bit_cast<Vec<T, kN>>(SplatWords(NeutralInput()));
-      for_each([&](int, const Vec<T, kN>(&raw)[1]) { m = MaxVec(m, raw[0]); });
-      m = all_reduce(m, MaxVec<T, kN>);
+      for_parts([&](int, const Vec<T, kN>(&raw)[1]) { m = MaxVec(m, raw[0]); });
+      m = block_reduce(m, MaxVec<T, kN>);
 #pragma unroll
-      for (int v = 0; v < kN; ++v) total[v].max = ToAcc(m.v[v]) * factor;
+      for (int v = 0; v < kN; ++v) total.v[v].max = ToAcc(m.v[v]) * factor;
     }
-    Vec<Acc, kN> sum;
+    Acc reference[kN];
 #pragma unroll
     for (int v = 0; v < kN; ++v) {
-      sum.v[v] = 0;
-      final[v].reference = Finite(total[v].max);
+      total.v[v].sum = 0;
+      reference[v] = Finite(total.v[v].max);
     }
-    for_each([&](int a, const Vec<T, kN>(&raw)[1]) {
+    for_all([&](int a, const Vec<T, kN>(&raw)[1]) {
 #pragma unroll
       for (int v = 0; v < kN; ++v)
-        sum.v[v] += Exp<T>(ColumnShifted(raw[0].v[v], column, a, final[v].reference, masked));
+        total.v[v].sum += Exp<T>(ColumnShifted(raw[0].v[v], column, a, reference[v], masked));
     });
-    sum = all_reduce(sum, AddVec<Acc, kN>);
-#pragma unroll
-    for (int v = 0; v < kN; ++v) final[v].final = Finish(log, {total[v].max, sum.v[v]});
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant log, const Partial& total) const {
+    return {Finite(total.max), Finish(log, total)};
   }
 
   template <int kN, typename Variant>

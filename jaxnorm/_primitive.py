@@ -201,7 +201,6 @@ def define_primitive(
     partition: Callable[..., Partition],
     fits: Callable[..., bool] = lambda *avals, **params: True,
     scratch: Callable[..., int] | None = None,
-    on_request: tuple[str, ...] = (),
 ) -> Primitive:
     """Builds the primitive `jaxnorm_<name>`, which has several results, from its parts.
 
@@ -218,7 +217,6 @@ def define_primitive(
       fits: (*avals, **params) -> whether the kernels take such a call; they must not fail for what they cannot do.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
         additional result.
-      on_request: platforms whose kernels only implementation="kernel" takes.
 
     Returns:
       The primitive, without differentiation and batching rules.
@@ -280,8 +278,7 @@ def define_primitive(
         return lower_reference(ctx, *operands, **params)
 
     def lower_kernel(platform, ctx, *operands, **params):
-        implementation = params["implementation"]
-        if implementation == "xla" or (implementation is None and platform in on_request):
+        if params["implementation"] == "xla":
             return lower_reference(ctx, *operands, **params)
         module = _lib.module(platform)
         if name not in module.targets:

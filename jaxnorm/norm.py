@@ -584,11 +584,6 @@ def _fwd_local(spec, *, axes, **params):
     return partial(_fwd_reference, **params, axes=axes, mesh_axes=split) if split else None
 
 
-# The CUDA kernels are not chosen by themselves yet: their tests on a GPU are not complete, and backward is far from the
-# rate of memory where rows are short, odd or very long.
-_ON_REQUEST = ("cuda",)
-
-
 def _fwd_scratch(*avals, axes, **_):
     return split_scratch(_full(*avals), axes)
 
@@ -610,7 +605,6 @@ norm_fwd_p = define_primitive(
     sharding_rule=_sharding_rule,
     partition=partial(_partition, _fwd_local),
     scratch=_fwd_scratch,
-    on_request=_ON_REQUEST,
 )
 
 
@@ -777,7 +771,6 @@ norm_bwd_p = define_primitive(
     sharding_rule=_sharding_rule,
     partition=partial(_partition, _bwd_local),
     scratch=_bwd_scratch,
-    on_request=_ON_REQUEST,
 )
 
 

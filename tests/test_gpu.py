@@ -3,7 +3,6 @@
 The other files run on the default device, so on a GPU machine they test the CUDA kernels too.
 """
 
-import functools
 import threading
 
 import hlo
@@ -31,11 +30,6 @@ halves = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_kernels_are_registered():
     cuda = next(m for m in jaxnorm.status().modules if m.platform == "cuda")
     assert cuda.available, cuda.reason
-
-
-def norm_kernel(op):
-    """On CUDA the norms' kernels run on request."""
-    return functools.partial(getattr(jaxnorm, op), implementation="kernel")
 
 
 def rand(shape, dtype, seed=0):
@@ -113,7 +107,7 @@ def test_norm_benchmark_cases(case):
     """As above; more rows than there are blocks that add up gradients of parameters."""
     rows, columns = case.shape
     x = rand((min(rows, 1100 if columns < 20000 else 70), columns), case.dtype)
-    test_norm.check(case.op, x, "float32", implementation="kernel")
+    test_norm.check(case.op, x, "float32")
 
 
 @softmaxes
@@ -147,7 +141,7 @@ def test_norm_misaligned_base(op, dtype):
 
         def f(base, scale, columns=columns):
             x = base[3 : 3 + 4 * columns].reshape(4, columns)
-            return x, scale[1:], norm_kernel(op)(x, scale[1:])
+            return x, scale[1:], getattr(jaxnorm, op)(x, scale[1:])
 
         x, scale, y = jax.jit(f)(base, scale)
         oracle.assert_close(y, getattr(oracle, op)(x, scale), dtype)
@@ -198,12 +192,12 @@ def test_norm_of_more_than_two_to_the_31_elements(op):
     rows = (1 << 31) // columns + 5
     x = jax.jit(lambda: _filled((rows, columns), "bfloat16"))()
     scale = rand((columns,), "float32")
-    y = jax.jit(norm_kernel(op))(x, scale)
+    y = jax.jit(getattr(jaxnorm, op))(x, scale)
     checked = (0, (1 << 30) // columns, (1 << 31) // columns - 1, (1 << 31) // columns, rows - 1)
     for r in checked:
         oracle.assert_close(y[r], getattr(oracle, op)(np.asarray(x[r]), scale), "bfloat16")
     del y
-    bar = jax.jit(lambda x, s: jax.vjp(lambda x: norm_kernel(op)(x, s), x)[1](x)[0])(x, scale)
+    bar = jax.jit(lambda x, s: jax.vjp(lambda x: getattr(jaxnorm, op)(x, s), x)[1](x)[0])(x, scale)
     for r in checked:
         row = np.asarray(x[r : r + 1])
         options = dict(center=op == "layer_norm")
@@ -218,7 +212,7 @@ def test_norm_of_more_than_two_to_the_31_elements(op):
 @pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu", "add_relu", *cases.NORMS])
 def test_same_bits_every_time(op):
     x = rand((513, 4095), "bfloat16")
-    function = norm_kernel(op) if op in cases.NORMS else getattr(jaxnorm, op)
+    function = getattr(jaxnorm, op)
 
     @jax.jit
     def f(x):

@@ -48,8 +48,7 @@ def test_gradient_calls_the_kernels(op, platform):
     spec = OPS[op]
     text = lowered(value_and_grad(op), *spec.arguments("float32"), platform=platform)
     targets = {target for target, _, _ in calls(text)}
-    on_request = platform == "cuda" and spec.forward == "jaxnorm_norm_fwd"
-    assert targets == (set() if on_request else {spec.forward, spec.backward})
+    assert targets == {spec.forward, spec.backward}
 
 
 @ops
@@ -104,8 +103,6 @@ def test_norm_attributes(platform):
 
     def f(x, scale):
         call = partial(jaxnorm.rms_norm, axis=(1, 2), scale_offset=0.5, mask=mask, epsilon=0.25)
-        if platform == "cuda":  # on request
-            call = partial(call, implementation="kernel")
         return jax.grad(lambda *a: jnp.sum(call(*a)), (0, 1))(x, scale)
 
     forward, backward = calls(lowered(f, x, scale.astype("float32"), platform=platform))
@@ -118,14 +115,6 @@ def test_norm_attributes(platform):
     }
     assert forward[:2] == ("jaxnorm_norm_fwd", {**shared, "epsilon": "2.500000e-01 : f64"})
     assert backward[:2] == ("jaxnorm_norm_bwd", {**shared, "need": "9 : i64"})
-
-
-@needs_cuda
-def test_norm_kernels_on_cuda_wait_for_a_request():
-    x = jnp.ones((3, 4), "float32")
-    for implementation, targets in ((None, []), ("kernel", ["jaxnorm_norm_fwd"]), ("xla", [])):
-        call = partial(jaxnorm.layer_norm, implementation=implementation)
-        assert [t for t, _, _ in calls(lowered(call, x, platform="cuda"))] == targets
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def check(
       parameters: dtype of scale and bias; None for none of them.
       residual: whether to add one.
       seed: of all else.
-      floor: of the gradients.
+      floor: of the gradients; a quarter of it is that of the result.
       implementation: of jaxnorm's call.
       **options: of the call.
     """
@@ -113,7 +113,7 @@ def check(
         np.testing.assert_array_equal(oracle.f64(got[1]), expected_sum)
         got, xla = got[0], xla[0]
     expected = getattr(oracle, op)(**given, **options)
-    oracle.assert_close(got, expected, dtype, xla)
+    oracle.assert_close(got, expected, dtype, xla, floor / 4)
 
     bias = given.pop("bias", None)
     given |= dict(options, dy=dy, center=op == "layer_norm", dsum=ds if residual else None)
@@ -126,7 +126,10 @@ def check(
     assert (bias is not None) == ("bias" in names)
     for name, bar, xla_bar in zip(names, bars, xla_bars, strict=True):
         i = index[name]
-        bar_dtype = dtype if i == 0 else parameters
+        # A float64 parameter's gradient is added up in the arithmetic's dtype, that of x.
+        bar_dtype = (
+            dtype if i == 0 or (parameters == "float64" and dtype == "float32") else parameters
+        )
         oracle.assert_close(bar, exact[i], bar_dtype, xla_bar, floor, sizes[i])
 
 
@@ -497,8 +500,11 @@ def test_same_bits_every_time(op, shape):
 
 @ops
 def test_row_does_not_depend_on_its_neighbours(op):
-    """A row has the same bits alone, in a batch, and at another place of the batch."""
-    x = rand((9, 333))
+    """A row has the same bits alone, in a batch, and at another place of the batch.
+
+    Except on a GPU, where rows are summed in vectors of 16 bytes, if those do not divide the row.
+    """
+    x = rand((9, 336 if jax.default_backend() == "gpu" else 333))
     f = getattr(jaxnorm, op)
     whole = np.asarray(f(x))
     np.testing.assert_array_equal(f(x[4:5])[0], whole[4])

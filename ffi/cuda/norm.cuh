@@ -1,4 +1,4 @@
-// Parameters of layer_norm and rms_norm: loading a slot's share of scale or bias, however it lies.
+// Parameters of layer_norm and rms_norm: loading a slot's share of scale and bias, however they lie.
 #ifndef JAXNORM_CUDA_NORM_CUH_
 #define JAXNORM_CUDA_NORM_CUH_
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ void ShiftWords(uint32_t (&words)[kCount], bool shift
 // take several times as many passes through L1. At the row's ends, where these vectors could reach beyond the array,
 // elements are loaded one by one, and are 0 outside the row.
 template <typename U, int kVec, bool kAligned>
-__device__ __forceinline__ Vec<U, kVec> LoadWords(const U* row, int first, int cols) {
+__device__ __forceinline__ Vec<U, kVec> LoadColumns(const U* row, int first, int cols) {
   constexpr int kWide = kVecSize<U>;
   constexpr int kVectors = kVec / kWide;
   constexpr int kWordsPerVector = kVecBytes / sizeof(uint32_t);
@@ -93,13 +93,13 @@ struct DeviceParameter {
     return row;
   }
 
-  template <bool kAligned, typename Narrow>
-  static __device__ __forceinline__ void Load(Narrow narrow, const void* row, int first, int cols,
+  template <bool kAligned>
+  static __device__ __forceinline__ void Load(bool narrow, const void* row, int first, int cols,
                                               AccT<T> (&values)[kVecSize<T>]) {
     if (std::is_same_v<T, AccT<T>> || narrow) {  // not the same code twice
-      ToAccAll(LoadWords<T, kVecSize<T>, kAligned>(static_cast<const T*>(row), first, cols), values);
+      ToAccAll(LoadColumns<T, kVecSize<T>, kAligned>(static_cast<const T*>(row), first, cols), values);
     } else {
-      ToAccAll(LoadWords<AccT<T>, kVecSize<T>, kAligned>(static_cast<const AccT<T>*>(row), first, cols), values);
+      ToAccAll(LoadColumns<AccT<T>, kVecSize<T>, kAligned>(static_cast<const AccT<T>*>(row), first, cols), values);
     }
   }
 };

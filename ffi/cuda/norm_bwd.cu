@@ -9,275 +9,16 @@
 // slots only, which takes no barrier. What a turn does is shifted by one row between the two passes: the first one sums
 // row t + 1 while the sums of row t travel between warps and between the blocks of a cluster, then the second one writes
 // row t.
-//
-// Rows that no cluster can hold are read twice, through L2: one launch reduces them, and a second one writes dx.
 #include <algorithm>
 
-#include "launch.cuh"
-#include "norm.cuh"
-#include "norm_args.h"
-#include "operand.cuh"
-#include "reduce.cuh"
-#include "rows.cuh"
-#include "vec.cuh"
+#include "norm_bwd.cuh"
 
 namespace jaxnorm {
 namespace {
 
-inline constexpr int kMaxArrays = 3;
-
-// Over a row: w = dy * scale, w * xhat and, with a mask, how many elements count.
-enum { kW, kProduct, kCount };
-template <typename Acc, int kN>
-struct RowSums {
-  Acc v[kN];
-  static __device__ __forceinline__ RowSums Identity() { return {}; }
-  static __device__ __forceinline__ RowSums Merge(RowSums a, RowSums b) {
-#pragma unroll
-    for (int i = 0; i < kN; ++i) a.v[i] += b.v[i];
-    return a;
-  }
-  static __device__ __forceinline__ RowSums MergeLanes(RowSums p, int width) {
-#pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-      if (offset < width) p = Merge(p, ShuffleXor(p, offset));
-    }
-    return p;
-  }
-};
-
-template <typename T_, Mode kMode_>
-struct NormBwd {
-  using T = T_;
-  using Acc = AccT<T>;
-  static constexpr Mode kMode = kMode_;
-  static constexpr bool kGeneral = kMode == Mode::kGeneral;
-  static constexpr int kVec = kVecSize<T>;
-  static constexpr int kSlots = kGeneral || sizeof(T) == 2 ? 2 : 4;  // of a row per thread: more do not fit the registers
-  using V = Vec<T, kVec>;
-  using Sums = RowSums<Acc, kGeneral ? 3 : 2>;
-
-  int64_t rows, rows_per_group;
-  int cols;
-  int arrays;  // x, dy and, with need_x, dsum
-  bool center, need_x, need_scale, need_bias, narrow;
-  DeviceOperand<T> x, dy, dsum;
-  DeviceOperand<bool> mask;
-  DeviceOperand<Acc> mean, rstd;
-  DeviceParameter<T> scale;
-  Acc scale_offset, inverse_cols;
-  T* dx;
-
-  explicit NormBwd(const NormBwdArgs& args)
-      : rows(args.shape.rows()),
-        rows_per_group(args.shape.rows_per_group),
-        cols(static_cast<int>(args.shape.cols)),
-        arrays(args.dsum && args.dx ? 3 : 2),
-        center(args.center),
-        need_x(args.dx != nullptr),
-        need_scale(args.dscale != nullptr),
-        need_bias(args.dbias != nullptr),
-        narrow(!std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype),
-        x(args.x, args.shape.rows()),
-        dy(args.dy, args.shape.rows()),
-        dsum(args.dsum, args.shape.rows()),
-        mask(args.mask, args.shape.rows()),
-        mean(args.mean, args.shape.rows()),
-        rstd(args.rstd, args.shape.rows()),
-        scale(args.scale, narrow),
-        scale_offset(static_cast<Acc>(args.scale_offset)),
-        inverse_cols(Acc(1) / static_cast<Acc>(cols)),
-        dx(static_cast<T*>(args.dx)) {}
-
-  __host__ __device__ __forceinline__ int Outputs() const { return (need_scale ? 1 : 0) + (need_bias ? 1 : 0); }
-  __host__ __device__ __forceinline__ int Slots() const { return (cols + kVec - 1) / kVec; }
-
-  // ---- Columns and slots ----
-  //
-  // Slots are those of the dense arrays, which are aligned (kRagged), or of the columns (others). A row that begins
-  // within a slot may touch one slot more than it fills: its columns there belong to the first slot, whose elements
-  // before the row's begin are free.
-
-  __device__ __forceinline__ int Skew(int64_t index) const {
-    return kMode == Mode::kRagged ? static_cast<int>(index * cols % kVec) : 0;
-  }
-  // Of element i of a slot; cols or more if it has none.
-  __device__ __forceinline__ int Column(int slot, int skew, int i) const {
-    const int column = slot * kVec - skew + i;
-    return column < 0 ? column + Slots() * kVec : column;
-  }
-  __device__ __forceinline__ bool Wraps(int skew) const { return skew + cols > Slots() * kVec; }
-  // Bit i: element i of a slot is a column that lies there in memory; and, one that lies in the slot after the last one.
-  struct SlotParts {
-    unsigned here, beside;
-  };
-  __device__ __forceinline__ SlotParts Parts(int slot, int skew) const {
-    constexpr unsigned kAll = (1u << kVec) - 1;
-    const int first = slot * kVec - skew;
-    const unsigned here = kAll << max(-first, 0) & kAll >> max(first + kVec - cols, 0) & kAll;
-    if (first >= 0) return {here, 0};
-    const int left = cols + skew - Slots() * kVec;
-    return {here, left > 0 ? (1u << left) - 1 : 0};
-  }
-  // Whether a slot's elements are as many columns in a row; `first` is that of element 0.
-  __device__ __forceinline__ bool Whole(int first) const {
-    return kMode == Mode::kPlain || (first >= 0 && first + kVec <= cols);
-  }
-
-  // ---- Rows ----
-
-  __device__ __forceinline__ const DeviceOperand<T>& Array(int k) const { return k == 0 ? x : k == 1 ? dy : dsum; }
-
-  struct Row {
-    OperandRow<T> in[kMaxArrays];
-    OperandRow<bool> mask;
-  };
-
-  __device__ __forceinline__ Row Begin(int64_t index) const {
-    Row r;
-    if constexpr (kGeneral) {
-      r.in[0] = OperandRow<T>(x, index);
-      r.in[1] = OperandRow<T>(dy, index);
-      r.in[2] = OperandRow<T>(dsum, index);
-      r.mask = OperandRow<bool>(mask, index);
-    } else {
-      r.in[0] = OperandRow<T>::Full(x, index * cols);
-      r.in[1] = OperandRow<T>::Full(dy, index * cols);
-      r.in[2] = OperandRow<T>::Full(dsum, index * cols);
-    }
-    return r;
-  }
-
-  struct Statistics {
-    Acc mean, rstd;
-
-    // For the 16-bit types one instruction, whose error at large means is below what they resolve.
-    __device__ __forceinline__ Acc Xhat(Acc x) const {
-      if constexpr (sizeof(T) == 2) return fma(x, rstd, -mean * rstd);
-      return (x - mean) * rstd;
-    }
-  };
-
-  // Their loads take long, so callers issue them early. 0 beside the rows.
-  __device__ __forceinline__ Statistics StatisticsOf(int64_t index, bool inside) const {
-    Statistics s = {0, 0};
-    if (!inside) return s;
-    if (center) s.mean = mean.data[kGeneral ? mean.RowOffset(index) : index];
-    s.rstd = rstd.data[kGeneral ? rstd.RowOffset(index) : index];
-    return s;
-  }
-
-  // scale + scale_offset of a slot.
-  __device__ __forceinline__ void Scale(int64_t group, int slot, int skew, Acc (&out)[kVec]) const {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) out[i] = 1;
-    if (scale.data == nullptr) return;
-    const void* row = scale.Row(group);
-    const int first = slot * kVec - skew;
-    if (kMode == Mode::kPlain && IsVecAligned(row)) {
-      DeviceParameter<T>::template Load<true>(narrow, row, first, cols, out);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const int column = Column(slot, skew, i);
-        if (column >= cols) continue;
-        out[i] = narrow ? ToAcc(static_cast<const T*>(row)[column]) : static_cast<const Acc*>(row)[column];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) out[i] += scale_offset;
-  }
-
-  // Bit i: the mask keeps element i of a slot.
-  __device__ __forceinline__ unsigned Keep(const Row& row, int first) const {
-    if (!kGeneral || mask.data == nullptr) return ~0u;
-    unsigned keep = 0;
-    const auto bits = row.mask.template Load<kVec>(first);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) keep |= (bits.v[i] && first + i < cols ? 1u : 0u) << i;
-    return keep;
-  }
-
-  // Adds what one slot contributes, in which x and dy are 0 where it has no column.
-  __device__ __forceinline__ void Reduce(const Row& row, const Statistics& statistics, int first, const V& x,
-                                         const V& dy, const Acc (&sc)[kVec], Sums& sums) const {
-    Acc ignored[2][kVec] = {};
-    Reduce(row, statistics, first, x, dy, sc, sums, ignored[0], ignored[1]);
-  }
-  __device__ __forceinline__ void Reduce(const Row& row, const Statistics& statistics, int first, const V& x,
-                                         const V& dy, const Acc (&sc)[kVec], Sums& sums, Acc (&dscale)[kVec],
-                                         Acc (&dbias)[kVec]) const {
-    Acc xs[kVec], g[kVec];
-    ToAccAll(x, xs);
-    ToAccAll(dy, g);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const Acc xhat = statistics.Xhat(xs[i]), w = g[i] * sc[i];
-      dbias[i] += g[i];
-      dscale[i] = fma(g[i], xhat, dscale[i]);
-      sums.v[kW] += w;
-      sums.v[kProduct] = fma(w, xhat, sums.v[kProduct]);
-    }
-    if constexpr (kGeneral) {
-      if (mask.data != nullptr) sums.v[kCount] += __popc(Keep(row, first));
-    }
-  }
-
-  // What the results of a row need of its sums: dx = rstd * (w - (c1 + xhat * c2)).
-  struct Final {
-    Acc c1, c2;
-  };
-  __device__ __forceinline__ Final Finish(const Sums& sums) const {
-    Acc inverse = inverse_cols;
-    if constexpr (kGeneral) {
-      if (mask.data != nullptr) inverse = 1 / sums.v[kCount];
-    }
-    return {center ? sums.v[kW] * inverse : Acc(0), sums.v[kProduct] * inverse};
-  }
-
-  __device__ __forceinline__ void Dx(const Row& row, const Statistics& statistics, int first, const V& x, const V& dy,
-                                     const Acc (&sc)[kVec], const Final& final, Acc (&out)[kVec]) const {
-    const unsigned keep = Keep(row, first);
-    Acc xs[kVec], g[kVec];
-    ToAccAll(x, xs);
-    ToAccAll(dy, g);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      Acc inner = fma(statistics.Xhat(xs[i]), final.c2, final.c1);
-      if (kGeneral && !(keep >> i & 1)) inner = 0;
-      out[i] = fma(g[i], sc[i], -inner) * statistics.rstd;
-    }
-  }
-
-  static __device__ __forceinline__ void Add(const V& values, Acc (&out)[kVec]) {
-    Acc added[kVec];
-    ToAccAll(values, added);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) out[i] += added[i];
-  }
-
-  // `to` is where element 0 of the slot belongs.
-  __device__ __forceinline__ void Store(T* to, int slot, int skew, const Acc (&values)[kVec]) const {
-    const V rounded = RoundVec<T>(values);
-    const int first = slot * kVec - skew;
-    if (kMode == Mode::kPlain || (Whole(first) && IsVecAligned(to))) {
-      jaxnorm::Store(to, rounded);
-    } else {
-      const auto [here, beside] = Parts(slot, skew);
-      T* const after = to + Slots() * kVec;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (here >> i & 1) to[i] = rounded.v[i];
-        if (beside >> i & 1) after[i] = rounded.v[i];
-      }
-    }
-  }
-};
-
-// ---- Rows that blocks or clusters hold ----
-
 inline constexpr int kBlockThreads = 256;  // or twice as many for one long row
-inline constexpr int kStages = 3;  // more were measured to be slower: the first ones are then read before any is written
+inline constexpr int kStages =
+    3;  // more were measured to be slower: the first ones are then read before any is written
 
 struct NormBwdPlan {
   int blocks = 1;            // or clusters, for each group
@@ -371,8 +112,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   constexpr uint32_t kSlotBytes = kBlockThreads * kVecBytes;
   const uint32_t stage_bytes = kSlots * op.arrays * kSlotBytes;
   const uint32_t shared_base = SharedAddress(shared_bytes);
-  const uint32_t own = shared_base + threadIdx.x % kBlockThreads * kVecBytes +
-                       threadIdx.x / kBlockThreads * (kStages * stage_bytes);
+  const uint32_t own =
+      shared_base + threadIdx.x % kBlockThreads * kVecBytes + threadIdx.x / kBlockThreads * (kStages * stage_bytes);
   const auto at = [&](int place, int j, int k) { return own + place * stage_bytes + (k * kSlots + j) * kSlotBytes; };
   const auto wrapped = [&](int place, int k) {
     const uint32_t halves = (blockDim.x + kBlockThreads - 1) / kBlockThreads;
@@ -406,22 +147,41 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     copy_offset += step_elements;
     CopyCommit();
   };
+  // Which bits of a row's first and last slot are columns there, and which of what continues there.
+  using Bits = WordsOf<V>;
+  constexpr int kWords = sizeof(Bits) / sizeof(uint32_t);
+  const auto edge = [&](int j) {
+    return wrapped(kStages, 0) + (row_group * 4 + (slot_of(j) == 0 ? 0 : 2) - row_group) * kVecBytes;
+  };
+  if constexpr (!kPlain) {
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      if (!active(j) || op.Whole(first_of(j))) continue;
+      const auto [here, beside] = op.Parts(slot_of(j), skew);
+      Bits bits[2];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        bits[0].w[w] = ElementMask<T>(here, w);
+        bits[1].w[w] = ElementMask<T>(beside, w);
+      }
+      StoreShared(edge(j), bits[0]);
+      StoreShared(edge(j) + kVecBytes, bits[1]);
+    }
+  }
   // Puts the columns that a slot has beside those in memory at its place, or 0.
   const auto complete = [&](int place) {
     if constexpr (!kPlain) {
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         if (!active(j) || op.Whole(first_of(j))) continue;
-        const auto [here, beside] = op.Parts(slot_of(j), skew);
-#pragma unroll 1
-        for (int k = 0; k < op.arrays; ++k) {
-          auto words = LoadShared<WordsOf<V>>(at(place, j, k));
-          const bool more = kRagged && j == 0 && wraps;
-          const auto more_words = more ? LoadShared<WordsOf<V>>(wrapped(place, k)) : WordsOf<V>();
+        const auto here = LoadShared<Bits>(edge(j)), beside = LoadShared<Bits>(edge(j) + kVecBytes);
 #pragma unroll
-          for (int w = 0; w < kVecBytes / 4; ++w) {
-            words.w[w] = (words.w[w] & ElementMask<T>(here, w)) | (more_words.w[w] & ElementMask<T>(beside, w));
-          }
+        for (int k = 0; k < kMaxArrays; ++k) {
+          if (k == op.arrays) break;
+          auto words = LoadShared<Bits>(at(place, j, k));
+          const Bits more = j == 0 && wraps ? LoadShared<Bits>(wrapped(place, k)) : Bits();
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) words.w[w] = (words.w[w] & here.w[w]) | (more.w[w] & beside.w[w]);
           StoreShared(at(place, j, k), words);
         }
       }
@@ -571,293 +331,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
 }
 
-// ---- Gradients of parameters ----
-
-// [groups][cols] each; of A (exact) or T.
-struct NormBwdGradients {
-  void *dscale, *dbias;
-  int cols;
-  bool exact;
-
-  // Element c of what a group's partial sums have: dscale, if it is needed, and then dbias.
-  template <typename T>
-  __device__ __forceinline__ void Store(int64_t group, int64_t c, AccT<T> value) const {
-    void* const out = c < cols && dscale != nullptr ? dscale : dbias;
-    const int64_t at = group * cols + (c < cols ? c : c - cols);
-    if (exact) {
-      static_cast<AccT<T>*>(out)[at] = value;
-    } else {
-      static_cast<T*>(out)[at] = FromAcc<T>(value);
-    }
-  }
-};
-
-// Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns columns for each block.
-inline constexpr int kSumThreads = 256;
-template <typename T>
-__global__ void __launch_bounds__(kSumThreads)
-    NormBwdSumKernel(const AccT<T>* partials, int parts, int64_t width, int64_t total, int log2_columns,
-                     const NormBwdGradients gradients) {
-  using Acc = AccT<T>;
-  __shared__ Acc sums[kSumThreads];
-  const int columns = 1 << log2_columns, x = threadIdx.x & (columns - 1), y = threadIdx.x >> log2_columns;
-  const int ways = kSumThreads >> log2_columns;
-  const int64_t column = int64_t{blockIdx.x} * columns + x;  // of all groups
-  const int64_t group = column < width ? 0 : column / width, c = column - group * width;
-  Acc sum = 0;
-  if (column < total) {
-    const Acc* p = partials + group * parts * width + c;
-#pragma unroll 8
-    for (int b = y; b < parts; b += ways) sum += p[b * width];
-  }
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  if (y != 0 || column >= total) return;
-#pragma unroll 8
-  for (int i = 1; i < ways; ++i) sum += sums[i * columns + x];
-  gradients.Store<T>(group, c, sum);
-}
-
-// ---- Longer rows ----
-
-inline constexpr int kLongThreads = 128;
-inline constexpr int kLongRows = kLongThreads / kWarp;  // that a block works on at once
-inline constexpr int kLongSlots = 4;                    // of a row per thread, to be reduced
-
-// Rows [first_row, first_row + rows) of one group.
-struct NormBwdLongPlan {
-  int64_t group = 0, first_row = 0, rows = 1;
-  int chunks = 1;               // of a row, for its sums
-  int tiles = 1, slices = 1;    // of columns and rows, for the rest
-};
-
-// Columns [first, first + kVec) of an array's row, wherever it begins; 0 beside the row.
-template <typename Op>
-__device__ __forceinline__ typename Op::V LoadColumns(const Op& op, const OperandRow<typename Op::T>& row, int first) {
-  using T = typename Op::T;
-  if constexpr (Op::kMode == Mode::kPlain) {
-    return jaxnorm::Load(row.row + first);
-  } else if constexpr (Op::kMode == Mode::kRagged) {
-    return LoadWords<T, Op::kVec, /*kAligned=*/false>(row.row, first, op.cols);
-  } else {
-    auto values = row.template Load<Op::kVec>(first);
-    if (!op.Whole(first)) {
-#pragma unroll
-      for (int i = 0; i < Op::kVec; ++i) {
-        if (first + i >= op.cols) values.v[i] = FromAcc<T>(typename Op::Acc(0));
-      }
-    }
-    return values;
-  }
-}
-
-// Writes columns [first, first + kVec) of a row of parameters' gradients.
-template <typename Op, typename U>
-__device__ __forceinline__ void StoreColumns(U* row, int first, int cols, const typename Op::Acc (&values)[Op::kVec]) {
-  constexpr int kWide = kVecSize<U> < Op::kVec ? kVecSize<U> : Op::kVec;
-  if (first + Op::kVec <= cols && IsVecAligned(row + first)) {
-#pragma unroll
-    for (int i = 0; i < Op::kVec; i += kWide) {
-      Vec<U, kWide> vector;
-#pragma unroll
-      for (int k = 0; k < kWide; ++k) vector.v[k] = FromAcc<U>(values[i + k]);
-      *reinterpret_cast<Vec<U, kWide>*>(row + first + i) = vector;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < Op::kVec; ++i) {
-      if (first + i < cols) row[first + i] = FromAcc<U>(values[i]);
-    }
-  }
-}
-
-// Chunk blockIdx.x % chunks of kLongRows rows: sums[row][chunk].
-template <typename Op>
-__global__ void __launch_bounds__(kLongThreads)
-    NormBwdLongReduceKernel(const __grid_constant__ Op op, const NormBwdLongPlan plan, typename Op::Sums* sums) {
-  using Sums = typename Op::Sums;
-  constexpr int kVec = Op::kVec;
-  __shared__ Sums shared[kLongRows][kLongThreads / kWarp];
-  const int chunk = static_cast<int>(blockIdx.x % plan.chunks);
-  const int64_t first_row = int64_t{blockIdx.x / plan.chunks} * kLongRows;
-  const auto inside = [&](int r) { return first_row + r < plan.rows; };
-  Sums own[kLongRows];
-  typename Op::Row rows[kLongRows];
-  typename Op::Statistics statistics[kLongRows];
-#pragma unroll
-  for (int r = 0; r < kLongRows; ++r) {
-    const int64_t index = plan.first_row + (inside(r) ? first_row + r : 0);
-    own[r] = Sums::Identity();
-    rows[r] = op.Begin(index);
-    statistics[r] = op.StatisticsOf(index, true);
-  }
-#pragma unroll 1
-  for (int j = 0; j < kLongSlots; ++j) {
-    const int slot = (chunk * kLongSlots + j) * kLongThreads + threadIdx.x;
-    if (slot >= op.Slots()) break;
-    typename Op::V xs[kLongRows], gs[kLongRows];
-#pragma unroll
-    for (int r = 0; r < kLongRows; ++r) {
-      xs[r] = LoadColumns(op, rows[r].in[0], slot * kVec);
-      gs[r] = LoadColumns(op, rows[r].in[1], slot * kVec);
-    }
-    typename Op::Acc sc[kVec];
-    op.Scale(plan.group, slot, 0, sc);
-#pragma unroll
-    for (int r = 0; r < kLongRows; ++r) op.Reduce(rows[r], statistics[r], slot * kVec, xs[r], gs[r], sc, own[r]);
-  }
-#pragma unroll
-  for (int r = 0; r < kLongRows; ++r) {
-    own[r] = Sums::MergeLanes(own[r], kWarp);
-    if (threadIdx.x % kWarp == 0) shared[r][threadIdx.x / kWarp] = own[r];
-  }
-  __syncthreads();
-  if (const int r = threadIdx.x; r < kLongRows && inside(r)) {
-    Sums total = shared[r][0];
-    for (int w = 1; w < kLongThreads / kWarp; ++w) total = Sums::Merge(total, shared[r][w]);
-    sums[(first_row + r) * plan.chunks + chunk] = total;
-  }
-}
-
-// One slot of columns for each thread, in every `slices`-th set of kLongRows rows.
-template <typename Op>
-__global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 2)
-    NormBwdLongKernel(const __grid_constant__ Op op, const NormBwdLongPlan plan, const typename Op::Sums* sums,
-                      typename Op::Acc* partials, const NormBwdGradients gradients) {
-  using Acc = typename Op::Acc;
-  using Sums = typename Op::Sums;
-  constexpr int kVec = Op::kVec;
-  __shared__ typename Op::Final shared[2][kLongRows];
-  const int slice = static_cast<int>(blockIdx.x / plan.tiles);
-  const int slot = static_cast<int>(blockIdx.x % plan.tiles * kLongThreads + threadIdx.x), first = slot * kVec;
-  const bool active = slot < op.Slots();
-  Acc dscale[kVec], dbias[kVec], sc[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) dscale[i] = dbias[i] = 0;
-  if (active) op.Scale(plan.group, slot, 0, sc);
-  int turn = 0;
-#pragma unroll 1
-  for (int64_t base = int64_t{slice} * kLongRows; base < plan.rows; base += int64_t{plan.slices} * kLongRows, ++turn) {
-    const auto index = [&](int r) { return plan.first_row + min(base + r, plan.rows - 1); };
-    typename Op::V xs[kLongRows], gs[kLongRows], added[kLongRows];
-#pragma unroll
-    for (int r = 0; r < kLongRows; ++r) {
-      if (!active) continue;
-      const typename Op::Row row = op.Begin(index(r));
-      xs[r] = LoadColumns(op, row.in[0], first);
-      gs[r] = LoadColumns(op, row.in[1], first);
-      if (op.arrays == kMaxArrays) added[r] = LoadColumns(op, row.in[2], first);
-    }
-    if (op.need_x) {  // warp r finishes the sums of row r
-      const int64_t row = min(base + threadIdx.x / kWarp, plan.rows - 1);
-      auto total = Sums::Identity();
-      for (int c = threadIdx.x % kWarp; c < plan.chunks; c += kWarp) {
-        total = Sums::Merge(total, sums[row * plan.chunks + c]);
-      }
-      total = Sums::MergeLanes(total, kWarp);
-      if (threadIdx.x % kWarp == 0) shared[turn & 1][threadIdx.x / kWarp] = op.Finish(total);
-      __syncthreads();
-    }
-#pragma unroll
-    for (int r = 0; r < kLongRows; ++r) {
-      if (!active || base + r >= plan.rows) continue;
-      const auto statistics = op.StatisticsOf(index(r), true);
-      Acc x[kVec], g[kVec];
-      ToAccAll(xs[r], x);
-      ToAccAll(gs[r], g);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        dbias[i] += g[i];
-        dscale[i] = fma(g[i], statistics.Xhat(x[i]), dscale[i]);
-      }
-      if (op.need_x) {
-        Acc out[kVec];
-        op.Dx(op.Begin(index(r)), statistics, first, xs[r], gs[r], sc, shared[turn & 1][r], out);
-        if (op.arrays == kMaxArrays) op.Add(added[r], out);
-        op.Store(op.dx + (index(r) * op.cols + first), slot, 0, out);
-      }
-    }
-  }
-  if (!active) return;
-  // Final results, or partial sums of this slice: dscale, if it is needed, and then dbias.
-  Acc* const sums_out = partials + (plan.group * plan.slices + slice) * op.Outputs() * op.cols;
-  const auto write = [&](bool is_bias, const Acc(&values)[kVec]) {
-    void* const final = is_bias ? gradients.dbias : gradients.dscale;
-    Acc* const partial = sums_out + (is_bias && op.need_scale ? op.cols : 0);
-    if (plan.slices > 1) {
-      StoreColumns<Op>(partial, first, op.cols, values);
-    } else if (gradients.exact) {
-      StoreColumns<Op>(static_cast<Acc*>(final) + plan.group * op.cols, first, op.cols, values);
-    } else {
-      StoreColumns<Op>(static_cast<typename Op::T*>(final) + plan.group * op.cols, first, op.cols, values);
-    }
-  };
-  if (op.need_scale) write(false, dscale);
-  if (op.need_bias) write(true, dbias);
-}
-
 // ---- Launching ----
-
-template <typename Op>
-NormBwdGradients Gradients(const NormBwdArgs& args) {
-  const bool exact = args.gradient_dtype == norm_internal::AccType(args.dtype);
-  return {args.dscale, args.dbias, static_cast<int>(args.shape.cols), exact};
-}
-
-// Adds up `parts` rows of partial sums for each group.
-template <typename Op>
-ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                     const typename Op::Acc* partials, int64_t parts) {
-  const int64_t width = int64_t{op.Outputs()} * op.cols, total = args.shape.groups * width;
-  // Each thread adds up 8 or more, and neighbours read 32 bytes or more.
-  const int log2_columns = std::countr_zero(static_cast<unsigned>(kSumThreads / std::clamp(NextPowerOfTwo(parts / 8), 1, 32)));
-  const Grid grid = {.blocks = CeilDiv(total, int64_t{1} << log2_columns), .threads = kSumThreads};
-  return Launch<NormBwdSumKernel<typename Op::T>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
-                                                  width, total, log2_columns, Gradients<Op>(args));
-}
-
-template <typename Op>
-ffi::Error LaunchLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                      ffi::AnyBuffer scratch) {
-  using Acc = typename Op::Acc;
-  using Sums = typename Op::Sums;
-  const NormShape& shape = args.shape;
-  const bool parameters = op.Outputs() > 0;
-  const int64_t capacity = static_cast<int64_t>(scratch.size_bytes() / sizeof(Acc));
-  const int64_t part_size = shape.groups * op.Outputs() * shape.cols;  // partial sums of a slice
-  NormBwdLongPlan plan;
-  plan.chunks = static_cast<int>(CeilDiv(op.Slots(), kLongThreads * kLongSlots));
-  plan.tiles = static_cast<int>(CeilDiv(op.Slots(), kLongThreads));
-  // All rows of a group in one launch if their gradients are summed; otherwise as many as there is memory for their sums.
-  const int64_t sums_per_row = op.need_x ? plan.chunks * static_cast<int64_t>(sizeof(Sums) / sizeof(Acc)) : 0;
-  plan.rows = shape.rows_per_group;
-  if (!parameters) plan.rows = std::min(plan.rows, capacity / sums_per_row);
-  const int64_t left = capacity - plan.rows * sums_per_row;
-  JAXNORM_CHECK(plan.rows > 0 && left >= 0);
-  auto* const sums = static_cast<Sums*>(scratch.untyped_data());
-  auto* const partials = static_cast<Acc*>(scratch.untyped_data()) + plan.rows * sums_per_row;
-  // Enough slices to fill the device, if each has rows enough for what its partial sums cost.
-  int64_t slices = CeilDiv(8 * device.sms, plan.tiles);
-  if (parameters) slices = std::min({slices, plan.rows / 16, left / part_size});
-  plan.slices = static_cast<int>(std::clamp<int64_t>(slices, 1, CeilDiv(plan.rows, kLongRows)));
-  const int64_t batch = plan.rows;
-  for (plan.group = 0; plan.group < shape.groups; ++plan.group) {
-    for (int64_t row = 0; row < shape.rows_per_group; row += batch) {
-      plan.first_row = plan.group * shape.rows_per_group + row;
-      plan.rows = std::min(batch, shape.rows_per_group - row);
-      if (op.need_x) {
-        const Grid grid = {.blocks = CeilDiv(plan.rows, kLongRows) * plan.chunks, .threads = kLongThreads};
-        JAXNORM_RETURN_IF_ERROR(Launch<NormBwdLongReduceKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, sums));
-      }
-      const Grid grid = {.blocks = int64_t{plan.slices} * plan.tiles, .threads = kLongThreads};
-      JAXNORM_RETURN_IF_ERROR(Launch<NormBwdLongKernel<Op>>(device, stream, grid, "norm_bwd", op, plan,
-                                                            static_cast<const Sums*>(sums), partials,
-                                                            Gradients<Op>(args)));
-    }
-  }
-  if (!parameters || plan.slices == 1) return ffi::Error::Success();
-  return LaunchSum(device, stream, op, args, partials, plan.slices);
-}
 
 template <typename Op>
 ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
@@ -872,8 +346,9 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   int at_once = 0;
   while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > kMaxPart) plan.cluster *= 2;
   if (plan.cluster > 1) at_once = ActiveClusters<NormBwdKernel<Op>>(device, kMaxThreads, plan.cluster);
-  if (plan.cluster > 1 && (CeilDiv(slots, plan.cluster) > kMaxPart || at_once == 0 || input_bytes <= device.l2_bytes / 4 * 3)) {
-    return LaunchLong(device, stream, op, args, scratch);
+  if (plan.cluster > 1 &&
+      (CeilDiv(slots, plan.cluster) > kMaxPart || at_once == 0 || input_bytes <= device.l2_bytes / 4 * 3)) {
+    return LaunchNormBwdLong(device, stream, op, args, scratch);
   }
   plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
   const int64_t wanted = CeilDiv(plan.part_slots, Op::kSlots);
@@ -881,11 +356,13 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   const int threads = plan.threads_per_row * plan.rows_per_block;
   const int padded = static_cast<int>(CeilDiv(threads, kBlockThreads) * kBlockThreads);
-  int stage_bytes = Op::kSlots * op.arrays * kVecBytes * padded;
-  if (Op::kMode == Mode::kRagged) stage_bytes += op.arrays * kVecBytes * plan.rows_per_block;
+  const int stage_bytes = Op::kSlots * op.arrays * kVecBytes * padded;
+  // What continues in first slots, and the bits of first and last ones.
+  const int edge_bytes = Op::kMode == Mode::kPlain ? 0 : (kStages * op.arrays + 4) * kVecBytes * plan.rows_per_block;
   if (plan.cluster == 1) at_once = device.sms * (threads <= kBlockThreads ? 2 : 1);
   // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged).
-  const int64_t unit = Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
+  const int64_t unit =
+      Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
   int64_t most = CeilDiv(op.rows_per_group, plan.rows_per_block);
   if (outputs > 0) {
     const int64_t row_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
@@ -911,7 +388,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.rest = static_cast<int>(op.rows_per_group % (int64_t{plan.blocks} * plan.rows_per_block));
   Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
                .threads = threads,
-               .shared_bytes = kStages * stage_bytes,
+               .shared_bytes = kStages * stage_bytes + edge_bytes,
                .cluster = plan.cluster};
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
   JAXNORM_RETURN_IF_ERROR(Launch<NormBwdKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, partials));

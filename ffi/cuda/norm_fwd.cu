@@ -397,13 +397,10 @@ struct NormFwd {
       factor[i] = 1;
       shift[i] = 0;
     }
-    if (scale.data != nullptr) {
-      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(narrow, scale_row, first, cols, factor);
-    }
-    if (bias.data != nullptr) {
-      DeviceParameter<T>::template Load<kMode == Mode::kPlain>(narrow, bias_row, first, cols, shift);
-    }
-    if (scale.data != nullptr && scale_offset != 0) {  // last, so that nothing waits between the loads
+    constexpr bool kAligned = kMode == Mode::kPlain;
+    if (scale_row != nullptr) DeviceParameter<T>::template Load<kAligned>(narrow, scale_row, first, cols, factor);
+    if (bias_row != nullptr) DeviceParameter<T>::template Load<kAligned>(narrow, bias_row, first, cols, shift);
+    if (scale_row != nullptr && scale_offset != 0) {  // last, so that no load waits for another
 #pragma unroll
       for (int i = 0; i < kVec; ++i) factor[i] += scale_offset;
     }
@@ -480,7 +477,8 @@ inline constexpr int kShortPerThread = 4;  // slots, of all rows
 // Slot j of lane t of a row's 2^log2_lanes is j * lanes + t; row r of a thread is r * (groups of lanes in the block)
 // after its first.
 template <typename Op, int kItems, int kRows>
-__global__ void __launch_bounds__(kShortThreads) NormFwdShortKernel(const __grid_constant__ Op op, const int log2_lanes) {
+__global__ void __launch_bounds__(kShortThreads, 5)
+    NormFwdShortKernel(const __grid_constant__ Op op, const int log2_lanes) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
   using V = Vec<T, Op::kVec>;

@@ -15,7 +15,7 @@
 namespace jaxnorm {
 
 inline constexpr int kWarp = 32;
-inline constexpr int kMaxWarps = 32;    // of one block
+inline constexpr int kMaxWarps = 32;  // of one block
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 // XORs the lane index with 1, 2, ... < width (a power of two <= 32): every lane of a group gets the group's result.

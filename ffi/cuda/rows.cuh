@@ -664,8 +664,6 @@ template <typename Op, int kRows>
 bool PlanBundle(const DeviceInfo& device, const Op& op, int slots, BlockPlan& plan) {
   constexpr int kBlockThreads = 128, kSlots = kBundleSlotsPerThread / kRows;
   const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
-  // Too few rows to fill the device: then they are better spread one by one.
-  if (op.rows * row_bytes < int64_t{3} * device.sms * kMaxBundleBytes) return false;
   if (op.rows < kRows * kBundleStep<Op>) return false;
   const int64_t cluster = CeilDiv(row_bytes * kRows, kMaxBundleBytes);
   if (cluster > (device.clusters ? kMaxPortableCluster : 1)) return false;
@@ -681,7 +679,9 @@ bool PlanBundle(const DeviceInfo& device, const Op& op, int slots, BlockPlan& pl
     plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxBundleThreads));
   }
   const int shared_bytes = plan.part_slots * kVecBytes * op.Inputs() * kRows * plan.rows_per_block;
-  return shared_bytes <= device.max_shared_bytes - kStaticSharedBytes;
+  if (shared_bytes > device.max_shared_bytes - kStaticSharedBytes) return false;
+  // Too few rows to fill the device are better spread one by one.
+  return CeilDiv(op.rows, kRows * plan.rows_per_block) * plan.cluster >= device.sms;
 }
 
 template <typename Op, int kRows>

@@ -1,0 +1,343 @@
+// layer_norm and rms_norm, backward: what both kernels share, which are those of rows that blocks or clusters hold
+// (norm_bwd.cu) and of longer ones (norm_bwd_long.cu). The formulas are in norm_args.h.
+#ifndef JAXNORM_CUDA_NORM_BWD_CUH_
+#define JAXNORM_CUDA_NORM_BWD_CUH_
+
+#include <algorithm>
+#include <bit>
+
+#include "launch.cuh"
+#include "norm.cuh"
+#include "norm_args.h"
+#include "operand.cuh"
+#include "reduce.cuh"
+#include "rows.cuh"
+#include "vec.cuh"
+
+namespace jaxnorm {
+
+inline constexpr int kMaxArrays = 3;
+
+// Over a row: w = dy * scale, w * xhat and, with a mask, how many elements count.
+enum { kW, kProduct, kCount };
+template <typename Acc, int kN>
+struct RowSums {
+  Acc v[kN];
+  static __device__ __forceinline__ RowSums Identity() { return {}; }
+  static __device__ __forceinline__ RowSums Merge(RowSums a, RowSums b) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) a.v[i] += b.v[i];
+    return a;
+  }
+  static __device__ __forceinline__ RowSums MergeLanes(RowSums p, int width) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      if (offset < width) p = Merge(p, ShuffleXor(p, offset));
+    }
+    return p;
+  }
+};
+
+template <typename T_, Mode kMode_>
+struct NormBwd {
+  using T = T_;
+  using Acc = AccT<T>;
+  static constexpr Mode kMode = kMode_;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr int kVec = kVecSize<T>;
+  // Of a row per thread: more do not fit the registers.
+  static constexpr int kSlots = kGeneral ? (sizeof(T) == 2 ? 1 : 2) : (sizeof(T) == 2 ? 2 : 4);
+  using V = Vec<T, kVec>;
+  using Sums = RowSums<Acc, kGeneral ? 3 : 2>;
+
+  int64_t rows, rows_per_group;
+  int cols;
+  int arrays;  // x, dy and, with need_x, dsum
+  bool center, need_x, need_scale, need_bias, narrow;
+  DeviceOperand<T> x, dy, dsum;
+  DeviceOperand<bool> mask;
+  DeviceOperand<Acc> mean, rstd;
+  DeviceParameter<T> scale;
+  Acc scale_offset, inverse_cols;
+  T* dx;
+
+  explicit NormBwd(const NormBwdArgs& args)
+      : rows(args.shape.rows()),
+        rows_per_group(args.shape.rows_per_group),
+        cols(static_cast<int>(args.shape.cols)),
+        arrays(args.dsum && args.dx ? 3 : 2),
+        center(args.center),
+        need_x(args.dx != nullptr),
+        need_scale(args.dscale != nullptr),
+        need_bias(args.dbias != nullptr),
+        narrow(!std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype),
+        x(args.x, args.shape.rows()),
+        dy(args.dy, args.shape.rows()),
+        dsum(args.dsum, args.shape.rows()),
+        mask(args.mask, args.shape.rows()),
+        mean(args.mean, args.shape.rows()),
+        rstd(args.rstd, args.shape.rows()),
+        scale(args.scale, narrow),
+        scale_offset(static_cast<Acc>(args.scale_offset)),
+        inverse_cols(Acc(1) / static_cast<Acc>(cols)),
+        dx(static_cast<T*>(args.dx)) {}
+
+  __host__ __device__ __forceinline__ int Outputs() const { return (need_scale ? 1 : 0) + (need_bias ? 1 : 0); }
+  __host__ __device__ __forceinline__ int Slots() const { return (cols + kVec - 1) / kVec; }
+
+  // ---- Columns and slots ----
+  //
+  // Slots are those of the dense arrays, which are aligned (kRagged), or of the columns (others). A row that begins
+  // within a slot may touch one slot more than it fills: its columns there belong to the first slot, whose elements
+  // before the row's begin are free.
+
+  __device__ __forceinline__ int Skew(int64_t index) const {
+    return kMode == Mode::kRagged ? static_cast<int>(index * cols % kVec) : 0;
+  }
+  // Of element i of a slot; cols or more if it has none.
+  __device__ __forceinline__ int Column(int slot, int skew, int i) const {
+    const int column = slot * kVec - skew + i;
+    return column < 0 ? column + Slots() * kVec : column;
+  }
+  __device__ __forceinline__ bool Wraps(int skew) const { return skew + cols > Slots() * kVec; }
+  // Bit i: element i of a slot is a column that lies there in memory; and, one that lies in the slot after the last one.
+  struct SlotParts {
+    unsigned here, beside;
+  };
+  __device__ __forceinline__ SlotParts Parts(int slot, int skew) const {
+    constexpr unsigned kAll = (1u << kVec) - 1;
+    const int first = slot * kVec - skew;
+    const unsigned here = kAll << max(-first, 0) & kAll >> max(first + kVec - cols, 0) & kAll;
+    if (first >= 0) return {here, 0};
+    const int left = cols + skew - Slots() * kVec;
+    return {here, left > 0 ? (1u << left) - 1 : 0};
+  }
+  // Whether a slot's elements are as many columns in a row; `first` is that of element 0.
+  __device__ __forceinline__ bool Whole(int first) const {
+    return kMode == Mode::kPlain || (first >= 0 && first + kVec <= cols);
+  }
+
+  // ---- Rows ----
+
+  __device__ __forceinline__ const DeviceOperand<T>& Array(int k) const { return k == 0 ? x : k == 1 ? dy : dsum; }
+
+  struct Row {
+    OperandRow<T> in[kMaxArrays];
+    OperandRow<bool> mask;
+  };
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
+    Row r;
+    if constexpr (kGeneral) {
+      r.in[0] = OperandRow<T>(x, index);
+      r.in[1] = OperandRow<T>(dy, index);
+      r.in[2] = OperandRow<T>(dsum, index);
+      r.mask = OperandRow<bool>(mask, index);
+    } else {
+      r.in[0] = OperandRow<T>::Full(x, index * cols);
+      r.in[1] = OperandRow<T>::Full(dy, index * cols);
+      r.in[2] = OperandRow<T>::Full(dsum, index * cols);
+    }
+    return r;
+  }
+
+  struct Statistics {
+    Acc mean, rstd;
+
+    // For the 16-bit types one instruction, whose error at large means is below what they resolve.
+    __device__ __forceinline__ Acc Xhat(Acc x) const {
+      if constexpr (sizeof(T) == 2) return fma(x, rstd, -mean * rstd);
+      return (x - mean) * rstd;
+    }
+  };
+
+  // Their loads take long, so callers issue them early. 0 beside the rows.
+  __device__ __forceinline__ Statistics StatisticsOf(int64_t index, bool inside) const {
+    Statistics s = {0, 0};
+    if (!inside) return s;
+    if (center) s.mean = mean.data[kGeneral ? mean.RowOffset(index) : index];
+    s.rstd = rstd.data[kGeneral ? rstd.RowOffset(index) : index];
+    return s;
+  }
+
+  // scale + scale_offset of a slot.
+  __device__ __forceinline__ void Scale(int64_t group, int slot, int skew, Acc (&out)[kVec]) const {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) out[i] = 1;
+    if (scale.data == nullptr) return;
+    const void* row = scale.Row(group);
+    const int first = slot * kVec - skew;
+    if (kMode == Mode::kPlain && IsVecAligned(row)) {
+      DeviceParameter<T>::template Load</*kAligned=*/true>(narrow, row, first, cols, out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int column = Column(slot, skew, i);
+        if (column >= cols) continue;
+        out[i] = narrow ? ToAcc(static_cast<const T*>(row)[column]) : static_cast<const Acc*>(row)[column];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) out[i] += scale_offset;
+  }
+
+  // Bit i: the mask keeps element i of a slot.
+  __device__ __forceinline__ unsigned Keep(const Row& row, int first) const {
+    if (!kGeneral || mask.data == nullptr) return ~0u;
+    unsigned keep = 0;
+    const auto bits = row.mask.template Load<kVec>(first);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) keep |= (bits.v[i] && first + i < cols ? 1u : 0u) << i;
+    return keep;
+  }
+
+  // Adds what one slot contributes, in which x and dy are 0 where it has no column.
+  __device__ __forceinline__ void Reduce(const Row& row, const Statistics& statistics, int first, const V& x,
+                                         const V& dy, const Acc (&sc)[kVec], Sums& sums) const {
+    Acc ignored[2][kVec] = {};
+    Reduce(row, statistics, first, x, dy, sc, sums, ignored[0], ignored[1]);
+  }
+  __device__ __forceinline__ void Reduce(const Row& row, const Statistics& statistics, int first, const V& x,
+                                         const V& dy, const Acc (&sc)[kVec], Sums& sums, Acc (&dscale)[kVec],
+                                         Acc (&dbias)[kVec]) const {
+    Acc xs[kVec], g[kVec];
+    ToAccAll(x, xs);
+    ToAccAll(dy, g);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const Acc xhat = statistics.Xhat(xs[i]), w = g[i] * sc[i];
+      dbias[i] += g[i];
+      dscale[i] = fma(g[i], xhat, dscale[i]);
+      sums.v[kW] += w;
+      sums.v[kProduct] = fma(w, xhat, sums.v[kProduct]);
+    }
+    if constexpr (kGeneral) {
+      if (mask.data != nullptr) sums.v[kCount] += __popc(Keep(row, first));
+    }
+  }
+
+  // What the results of a row need of its sums: dx = rstd * (w - (c1 + xhat * c2)).
+  struct Final {
+    Acc c1, c2;
+  };
+  __device__ __forceinline__ Final Finish(const Sums& sums) const {
+    Acc inverse = inverse_cols;
+    if constexpr (kGeneral) {
+      if (mask.data != nullptr) inverse = 1 / sums.v[kCount];
+    }
+    return {center ? sums.v[kW] * inverse : Acc(0), sums.v[kProduct] * inverse};
+  }
+
+  __device__ __forceinline__ void Dx(const Row& row, const Statistics& statistics, int first, const V& x, const V& dy,
+                                     const Acc (&sc)[kVec], const Final& final, Acc (&out)[kVec]) const {
+    const unsigned keep = Keep(row, first);
+    Acc xs[kVec], g[kVec];
+    ToAccAll(x, xs);
+    ToAccAll(dy, g);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      Acc inner = fma(statistics.Xhat(xs[i]), final.c2, final.c1);
+      if (kGeneral && !(keep >> i & 1)) inner = 0;
+      out[i] = fma(g[i], sc[i], -inner) * statistics.rstd;
+    }
+  }
+
+  static __device__ __forceinline__ void Add(const V& values, Acc (&out)[kVec]) {
+    Acc added[kVec];
+    ToAccAll(values, added);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) out[i] += added[i];
+  }
+
+  // `to` is where element 0 of the slot belongs.
+  __device__ __forceinline__ void Store(T* to, int slot, int skew, const Acc (&values)[kVec]) const {
+    const V rounded = RoundVec<T>(values);
+    const int first = slot * kVec - skew;
+    if (kMode == Mode::kPlain || (Whole(first) && IsVecAligned(to))) {
+      jaxnorm::Store(to, rounded);
+    } else {
+      const auto [here, beside] = Parts(slot, skew);
+      T* const after = to + Slots() * kVec;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (here >> i & 1) to[i] = rounded.v[i];
+        if (beside >> i & 1) after[i] = rounded.v[i];
+      }
+    }
+  }
+};
+
+// ---- Gradients of parameters ----
+
+// [groups][cols] each; of A (exact) or T.
+struct NormBwdGradients {
+  void *dscale, *dbias;
+  int cols;
+  bool exact;
+
+  // Element c of what a group's partial sums have: dscale, if it is needed, and then dbias.
+  template <typename T>
+  __device__ __forceinline__ void Store(int64_t group, int64_t c, AccT<T> value) const {
+    void* const out = c < cols && dscale != nullptr ? dscale : dbias;
+    const int64_t at = group * cols + (c < cols ? c : c - cols);
+    if (exact) {
+      static_cast<AccT<T>*>(out)[at] = value;
+    } else {
+      static_cast<T*>(out)[at] = FromAcc<T>(value);
+    }
+  }
+};
+
+// Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns columns for each block.
+inline constexpr int kSumThreads = 256;
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads)
+    NormBwdSumKernel(const AccT<T>* partials, int parts, int64_t width, int64_t total, int log2_columns,
+                     const NormBwdGradients gradients) {
+  using Acc = AccT<T>;
+  __shared__ Acc sums[kSumThreads];
+  const int columns = 1 << log2_columns, x = threadIdx.x & (columns - 1), y = threadIdx.x >> log2_columns;
+  const int ways = kSumThreads >> log2_columns;
+  const int64_t column = int64_t{blockIdx.x} * columns + x;  // of all groups
+  const int64_t group = column < width ? 0 : column / width, c = column - group * width;
+  Acc sum = 0;
+  if (column < total) {
+    const Acc* p = partials + group * parts * width + c;
+#pragma unroll 8
+    for (int b = y; b < parts; b += ways) sum += p[b * width];
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (y != 0 || column >= total) return;
+#pragma unroll 8
+  for (int i = 1; i < ways; ++i) sum += sums[i * columns + x];
+  gradients.Store<T>(group, c, sum);
+}
+
+template <typename Op>
+NormBwdGradients Gradients(const NormBwdArgs& args) {
+  const bool exact = args.gradient_dtype == norm_internal::AccType(args.dtype);
+  return {args.dscale, args.dbias, static_cast<int>(args.shape.cols), exact};
+}
+
+// Adds up `parts` rows of partial sums for each group.
+template <typename Op>
+ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                     const typename Op::Acc* partials, int64_t parts) {
+  const int64_t width = int64_t{op.Outputs()} * op.cols, total = args.shape.groups * width;
+  // Each thread adds up 8 or more, and neighbours read 32 bytes or more.
+  const int log2_columns =
+      std::countr_zero(static_cast<unsigned>(kSumThreads / std::clamp(NextPowerOfTwo(parts / 8), 1, 32)));
+  const Grid grid = {.blocks = CeilDiv(total, int64_t{1} << log2_columns), .threads = kSumThreads};
+  return Launch<NormBwdSumKernel<typename Op::T>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
+                                                  width, total, log2_columns, Gradients<Op>(args));
+}
+
+// Rows that no cluster can hold, or that L2 holds: defined in norm_bwd_long.cu.
+template <typename Op>
+ffi::Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                             ffi::AnyBuffer scratch);
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_NORM_BWD_CUH_

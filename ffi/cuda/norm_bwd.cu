@@ -42,12 +42,10 @@ __device__ __forceinline__ void RowBarrier(int group, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
 }
 
-// Copies the slot at element `offset` of a dense array to shared memory; complete after CopyWait. Only the array's last
-// slot may not be `whole`.
+// Copies the slot at element `offset` of a dense array, where the array may end, to shared memory.
 template <typename T>
-__device__ __forceinline__ void CopySlot(uint32_t shared, const DeviceOperand<T>& array, int64_t offset, bool whole) {
+__device__ __forceinline__ void CopyLast(uint32_t shared, const DeviceOperand<T>& array, int64_t offset) {
   constexpr int kVec = kVecSize<T>;
-  if (whole || offset + kVec <= array.elements) return CopyAsync(shared, array.data + offset);
   Vec<T, kVec> values;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) values.v[i] = offset + i < array.elements ? array.data[offset + i] : T();
@@ -125,23 +123,38 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int64_t step_elements = int64_t{step} * op.cols;
   const int slot_step = threads * kVec;
   int64_t copy_offset = base * op.cols + first_of(0), store_offset = copy_offset;
+  // Only the last row of all may end in a slot that is not all in the array.
+  const int cut_turn = kRagged && base + int64_t{own_turns - 1} * step + 1 == op.rows ? own_turns - 1 : -1;
   const auto copy = [&](int turn, int place) {
-    if (inside(turn)) {
+    if (Op::kGeneral && inside(turn)) {
       const typename Op::Row row = op.Begin(index(turn));
-      const bool whole = kPlain || index(turn) + 1 < op.rows;
 #pragma unroll
       for (int k = 0; k < kMaxArrays; ++k) {
         if (k == op.arrays) break;
 #pragma unroll
         for (int j = 0; j < kSlots; ++j) {
-          if (!active(j)) continue;
-          if constexpr (Op::kGeneral) {
-            StoreShared(at(place, j, k), row.in[k].template Load<kVec>(first_of(j)));
-          } else {
-            CopySlot(at(place, j, k), op.Array(k), copy_offset + j * slot_step, whole);
-          }
+          if (active(j)) StoreShared(at(place, j, k), row.in[k].template Load<kVec>(first_of(j)));
         }
-        if (wraps) CopySlot(wrapped(place, k), op.Array(k), copy_offset + op.Slots() * kVec, whole);
+      }
+    } else if (inside(turn) && turn != cut_turn) {
+#pragma unroll
+      for (int k = 0; k < kMaxArrays; ++k) {
+        if (k == op.arrays) break;
+        const T* const from = op.Array(k).data + copy_offset;
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j) {
+          if (active(j)) CopyAsync(at(place, j, k), from + j * slot_step);
+        }
+        if (wraps) CopyAsync(wrapped(place, k), from + op.Slots() * kVec);
+      }
+    } else if (inside(turn)) {
+#pragma unroll 1
+      for (int k = 0; k < op.arrays; ++k) {
+#pragma unroll 1
+        for (int j = 0; j < kSlots; ++j) {
+          if (active(j)) CopyLast(at(place, j, k), op.Array(k), copy_offset + j * slot_step);
+        }
+        if (wraps) CopyLast(wrapped(place, k), op.Array(k), copy_offset + op.Slots() * kVec);
       }
     }
     copy_offset += step_elements;

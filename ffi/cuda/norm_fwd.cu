@@ -88,6 +88,7 @@ struct NormFwd {
   static constexpr int kColumnInputs = 1;  // x
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
+  static constexpr int kSplitUnroll = kGeneral ? 1 : 4;
   static constexpr bool kBundles = !kGeneral;
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 

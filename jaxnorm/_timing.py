@@ -30,7 +30,7 @@ ROTATION_FACTOR = 2.5
 MAX_SETS = 64
 
 _MATMUL = re.compile(
-    r"gemm|cutlass|cublas|nvjet|xmma|wgmma|matmul|splitk|_dot_|\bdot\b", re.IGNORECASE
+    r"gemm|cutlass|cublas|nvjet|xmma|wgmma|matmul|splitk(?!ernel)|_dot_|\bdot\b", re.IGNORECASE
 )
 
 # The three places where jaxlib has kept the extension behind

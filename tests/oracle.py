@@ -252,7 +252,8 @@ def softmax_vjp_size(x, ct, axis=-1, where=None, scale=None, bias=None, log=Fals
 def relative_error(actual, expected, dtype: str, size=None) -> float:
     """Largest error of an element, relative to `size`.
 
-    By default that is the element's own size, or the mean of all of them where it is smaller.
+    By default that is the element's own size, or the mean of all of them where it is smaller. A result below the smallest
+    normal number may have become 0, as compilers and GPUs do.
     """
     expected = np.asarray(expected, np.float64)
     finite = np.isfinite(expected)
@@ -263,7 +264,8 @@ def relative_error(actual, expected, dtype: str, size=None) -> float:
             size = np.where(finite, np.abs(expected), 0.0)
             size = np.maximum(size, np.mean(size))
         error = np.abs(np.where(finite, f64(actual), 0.0) - np.where(finite, expected, 0.0))
-        error = error / np.maximum(size, TINY[dtype])
+        flushed = (f64(actual) == 0) & (np.abs(expected) < TINY[dtype])
+        error = np.where(flushed, 0.0, error / np.maximum(size, TINY[dtype]))
     return float(np.max(np.where(np.isnan(error), np.inf, error)))
 
 

@@ -396,9 +396,10 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     plan.blocks = static_cast<int>(n);
   }
   if (blocks % unit == 0) plan.blocks = static_cast<int>(blocks);
-  JAXNORM_CHECK(op.rows_per_group < INT32_MAX);
-  plan.turns = static_cast<int>(op.rows_per_group / (int64_t{plan.blocks} * plan.rows_per_block));
-  plan.rest = static_cast<int>(op.rows_per_group % (int64_t{plan.blocks} * plan.rows_per_block));
+  const int64_t step = int64_t{plan.blocks} * plan.rows_per_block;
+  JAXNORM_CHECK(op.rows_per_group / step < INT32_MAX);
+  plan.turns = static_cast<int>(op.rows_per_group / step);
+  plan.rest = static_cast<int>(op.rows_per_group % step);
   Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
                .threads = threads,
                .shared_bytes = kStages * stage_bytes + edge_bytes,

@@ -27,8 +27,7 @@
 //   static constexpr Mode kMode
 //   static constexpr int kInputs            arrays that a slot is read from, at most
 //   static constexpr int kSlotsPerThread    of the Block tier: with fewer, the fixed cost of a thread shows
-//   static constexpr int kUnroll            slots that a thread works on at once in a pass; kSplitUnroll: in the Split
-//                                           tier, which has a multiprocessor's registers for one block
+//   static constexpr int kUnroll            slots that a thread works on at once in a pass
 //   static constexpr bool kBundles          whether there is a Bundle tier
 //   struct Partial                          see reduce.cuh
 //   struct Row                              pointers into one row; Row Begin(int64_t row) const
@@ -187,9 +186,9 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const int log2_lan
 
 // ---- Passes over many slots, from shared or from global memory ----
 
-// Calls body.operator()<n>(base, kept) for groups of n slots base, base + step, ... below `end`: kUnroll of them
+// Calls body.operator()<n>(base, kept) for groups of n slots base, base + step, ... below `end`: Op::kUnroll of them
 // while there are as many, then one by one. fetch(slot, raw) reads one.
-template <bool kEdges, int kUnroll, typename Op, typename Fetch, typename Body>
+template <bool kEdges, typename Op, typename Fetch, typename Body>
 __device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op::Row& row, int first, int end,
                                                  int step, Fetch fetch, Body body) {
   const auto group = [&]<int kN>(int base, std::integral_constant<int, kN>) {
@@ -201,6 +200,7 @@ __device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op
     for (int j = 0; j < kN; ++j) op.template Decode<kEdges>(row, base + j * step, raw[j], kept[j]);
     body(base, kept);
   };
+  constexpr int kUnroll = Op::kUnroll;
   int base = first;
   if constexpr (kUnroll > 1) {
     for (; base + (kUnroll - 1) * step < end; base += kUnroll * step) {
@@ -210,30 +210,28 @@ __device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op
   for (; base < end; base += step) group(base, std::integral_constant<int, 1>());
 }
 
-template <bool kEdges, int kUnroll, typename Op, typename Variant, typename Fetch>
+template <bool kEdges, typename Op, typename Variant, typename Fetch>
 __device__ __forceinline__ void ReduceSlots(const Op& op, Variant variant, const typename Op::Row& row, int first,
                                             int end, int step, Fetch fetch, typename Op::Partial& own) {
-  ForEachSlotGroup<kEdges, kUnroll>(op, row, first, end, step, fetch, [&]<int kN>(int, typename Op::Slot(&kept)[kN]) {
+  ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int, typename Op::Slot(&kept)[kN]) {
     own = Op::Partial::Merge(own, op.Reduce(variant, kept, 1));
   });
 }
 
-template <bool kEdges, int kUnroll, typename Op, typename Variant, typename Fetch>
+template <bool kEdges, typename Op, typename Variant, typename Fetch>
 __device__ __forceinline__ void StoreSlots(const Op& op, Variant variant, const typename Op::Row& row, int first,
                                            int end, int step, Fetch fetch, const typename Op::Partial& total) {
   const auto final = op.Finish(variant, total);
-  ForEachSlotGroup<kEdges, kUnroll>(op, row, first, end, step, fetch,
-                                    [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
-                                      typename Op::Loaded loaded[kN];
+  ForEachSlotGroup<kEdges>(op, row, first, end, step, fetch, [&]<int kN>(int base, typename Op::Slot(&kept)[kN]) {
+    typename Op::Loaded loaded[kN];
 #pragma unroll
-                                      for (int j = 0; j < kN; ++j)
-                                        loaded[j] = op.LoadForStore(variant, row, base + j * step);
+    for (int j = 0; j < kN; ++j) loaded[j] = op.LoadForStore(variant, row, base + j * step);
 #pragma unroll
-                                      for (int j = 0; j < kN; ++j) {
-                                        op.Prepare(variant, kept[j], total);
-                                        op.Store(variant, row, base + j * step, kept[j], loaded[j], final);
-                                      }
-                                    });
+    for (int j = 0; j < kN; ++j) {
+      op.Prepare(variant, kept[j], total);
+      op.Store(variant, row, base + j * step, kept[j], loaded[j], final);
+    }
+  });
 }
 
 // Calls f with the variant, for tiers of one row: where most calls take the Bundle tier, it is not worth the code.
@@ -256,7 +254,7 @@ inline int HalfSlots(int slots, int threads) { return slots / (2 * threads) * th
 
 // One thread's view: it owns slots begin + thread, begin + thread + threads, ... and reads nothing else, so no barrier
 // is needed between copying and reading.
-template <typename Op, int kUnroll = Op::kUnroll>
+template <typename Op>
 struct Stage {
   using T = typename Op::T;
   using V = Vec<T, kVecSize<T>>;
@@ -342,7 +340,7 @@ struct Stage {
       }
       const int from = half == 0 ? begin : middle, to = half == 0 ? middle : end;
       PadEdges(from, to);
-      ReduceSlots<kEdges, kUnroll>(op, variant, row, from + thread, to, threads, Fetch(), own);
+      ReduceSlots<kEdges>(op, variant, row, from + thread, to, threads, Fetch(), own);
     }
     // Most often all lanes; a width that is known spares a branch for each step.
     return threads >= kWarp ? Op::Partial::MergeLanes(own, kWarp) : Op::Partial::MergeLanes(own, threads);
@@ -350,7 +348,7 @@ struct Stage {
 
   template <typename Variant>
   __device__ __forceinline__ void Store(Variant variant, const typename Op::Partial& total) const {
-    StoreSlots<kEdges, kUnroll>(op, variant, row, begin + thread, end, threads, Fetch(), total);
+    StoreSlots<kEdges>(op, variant, row, begin + thread, end, threads, Fetch(), total);
   }
 };
 
@@ -601,8 +599,7 @@ __global__ void __launch_bounds__(kSplitThreads<Op>, 1)
   const int middle = max(begin, end - plan.staged_slots);
   const int thread = threadIdx.x, threads = blockDim.x;
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes);
-  const Stage<Op, Op::kSplitUnroll> stage = {op,  row,    base,   plan.staged_slots, plan.half_slots, middle,
-                                             end, thread, threads};
+  const Stage<Op> stage = {op, row, base, plan.staged_slots, plan.half_slots, middle, end, thread, threads};
   stage.CopyHalves();
   // What is not staged is read twice, the second time from L2. It is never the row's last slot, so all of it exists.
   const auto fetch = [&](int slot, RawSlot<Op>& raw) {
@@ -622,12 +619,12 @@ __global__ void __launch_bounds__(kSplitThreads<Op>, 1)
   };
   WithRowVariant(op, [&](auto variant) {
     Partial own = Partial::Identity();
-    ReduceSlots<true, Op::kSplitUnroll>(op, variant, row, begin + thread, middle, threads, fetch, own);
+    ReduceSlots<true>(op, variant, row, begin + thread, middle, threads, fetch, own);
     const Partial of_block = MergeWarps(stage.ReduceHalves(variant, own), threads / kWarp, shared);
     const Partial total = meeting.Merge(of_block, merged);
     const int left_before = thread == 0 ? meeting.Leave() : 0;
     if (chunk == 0 && thread == 0) op.StoreRow(variant, index, total);
-    StoreSlots<true, Op::kSplitUnroll>(op, variant, row, begin + thread, middle, threads, fetch, total);
+    StoreSlots<true>(op, variant, row, begin + thread, middle, threads, fetch, total);
     stage.Store(variant, total);
     if (thread == 0) meeting.Clear(left_before);
   });

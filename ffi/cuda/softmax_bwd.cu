@@ -17,7 +17,6 @@ struct SoftmaxBwd {
   static constexpr int kColumnInputs = 2;
   static constexpr int kSlotsPerThread = 4;
   static constexpr int kUnroll = kGeneral ? 1 : 2;
-  static constexpr int kSplitUnroll = kUnroll;
   static constexpr bool kBundles = false;
 
   // What every call reads comes first, in one line of the constant cache or two.

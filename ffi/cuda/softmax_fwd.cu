@@ -17,7 +17,6 @@ struct SoftmaxFwd {
   static constexpr int kColumnInputs = 1;           // x
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral ? 1 : 4;  // kGeneral: registers are scarce
-  static constexpr int kSplitUnroll = kUnroll;
   static constexpr bool kBundles = false;
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 

@@ -1,0 +1,478 @@
+// layer_norm and rms_norm, forward: the operation, of which norm_fwd_short.cu has a kernel for short rows and rows.cuh
+// those for all others. The formulas are in norm_args.h.
+#ifndef JAXNORM_CUDA_NORM_FWD_CUH_
+#define JAXNORM_CUDA_NORM_FWD_CUH_
+
+#include <cmath>
+
+#include "norm.cuh"
+#include "norm_args.h"
+#include "operand.cuh"
+#include "rows.cuh"
+
+namespace jaxnorm {
+
+// 1 / x; for float32 one instruction, off by less than 2^-23.
+__device__ __forceinline__ float Reciprocal(float x) { return ApproximateReciprocal(x); }
+__device__ __forceinline__ double Reciprocal(double x) { return 1 / x; }
+
+// x^-1/2. For float32 the instruction's result and one step of Newton's method, which knows no infinities.
+__device__ __forceinline__ float InverseSqrt(float x) {
+  const float y = rsqrtf(x), residual = fma(-x * y, y, 1.0f);
+  return isnan(residual) ? y : fma(0.5f * y, residual, y);
+}
+__device__ __forceinline__ double InverseSqrt(double x) { return 1 / sqrt(x); }
+
+// a + b, rounded to T.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> AddRounded(const Vec<T, N>& a, const Vec<T, N>& b) {
+  Vec<T, N> out;
+  if constexpr (sizeof(T) == 2) {
+    // Not by way of float32: this is one instruction for two elements.
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      reinterpret_cast<Pair&>(out.v[i]) =
+          __hadd2(reinterpret_cast<const Pair&>(a.v[i]), reinterpret_cast<const Pair&>(b.v[i]));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.v[i] = a.v[i] + b.v[i];
+  }
+  return out;
+}
+
+// Of the elements that count: their number, mean (0 if not centred) and sum of squared deviations from it. Merging as
+// Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance"; an empty side changes nothing.
+template <typename Acc>
+struct Moments {
+  Acc count, mean, squares;
+
+  static __device__ __forceinline__ Moments Identity() { return {0, 0, 0}; }
+
+  // 1 / count, or any finite number if it is 0, so that 0 times it is 0.
+  static __device__ __forceinline__ Acc Inverse(Acc count) { return Reciprocal(fmax(count, Acc(1))); }
+
+  static __device__ __forceinline__ Moments Merge(Moments a, Moments b) {
+    const Acc count = a.count + b.count, delta = b.mean - a.mean;
+    const Acc weight = a.count == 0 ? Acc(1) : b.count * Inverse(count);
+    return {count, fma(delta, weight, a.mean), fma(delta, delta * (a.count * weight), a.squares + b.squares)};
+  }
+
+  // All lanes at once: sums, unlike Merge, give all of them the same bits. Means are summed as distances from that of
+  // the first lane which has any, so that equal ones stay as they are.
+  static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
+    const unsigned counting = __ballot_sync(kAllLanes, p.count != 0) >> (threadIdx.x % kWarp & -width);
+    const Acc count = LaneReduce(p.count, width, [](Acc a, Acc b) { return a + b; });
+    return MergeLanes(p, width, __ffs(counting) - 1, count, Inverse(count));
+  }
+
+  // Given the first lane that has any, the count of all, and 1 / count.
+  static __device__ __forceinline__ Moments MergeLanes(Moments p, int width, int first, Acc count, Acc inverse) {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    const Acc pivot = __shfl_sync(kAllLanes, p.mean, first, width);
+    const Acc shift = LaneReduce(p.count * (p.mean - pivot), width, add) * inverse;
+    const Acc mean = pivot + shift, delta = p.mean - mean;
+    return {count, mean, LaneReduce(fma(delta, delta * p.count, p.squares), width, add)};
+  }
+};
+
+// s = x, or x + residual rounded to T; y = (s - mean) * rstd * (scale + scale_offset) + bias.
+template <typename T_, Mode kMode_>
+struct NormFwd {
+  using T = T_;
+  using Acc = AccT<T>;
+  using Partial = Moments<Acc>;
+  static constexpr Mode kMode = kMode_;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kInputs = 2;        // x, residual
+  static constexpr int kColumnInputs = 1;  // x
+  static constexpr int kSlotsPerThread = 8;
+  static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
+  static constexpr bool kBundles = !kGeneral;
+  static constexpr unsigned kAllElements = (1u << kVec) - 1;
+
+  int64_t rows;
+  int cols;
+  DeviceOperand<T> x, residual;
+  DeviceOperand<bool> where;
+  DeviceParameter<T> scale, bias;
+  T *y, *sum;
+  Acc *mean, *rstd;
+  Acc epsilon, scale_offset;
+  int64_t rows_per_group;
+  bool grouped, center, narrow;
+
+  NormFwd(const NormFwdArgs& args)
+      : rows(args.shape.rows()),
+        cols(static_cast<int>(args.shape.cols)),
+        x(args.x, rows),
+        residual(args.residual, rows),
+        where(args.mask, rows),
+        scale(args.scale, NarrowParameters(args)),
+        bias(args.bias, NarrowParameters(args)),
+        y(static_cast<T*>(args.y)),
+        sum(static_cast<T*>(args.sum)),
+        mean(static_cast<Acc*>(args.mean)),
+        rstd(static_cast<Acc*>(args.rstd)),
+        epsilon(static_cast<Acc>(args.epsilon)),
+        scale_offset(static_cast<Acc>(args.scale_offset)),
+        rows_per_group(args.shape.rows_per_group),
+        grouped(args.shape.groups > 1),
+        center(args.center),
+        narrow(NarrowParameters(args)) {}
+
+  // Whether scale and bias are T, and that is not the arithmetic's dtype.
+  static bool NarrowParameters(const NormFwdArgs& args) {
+    return !std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype;
+  }
+
+  struct Row {
+    T* y;
+    SlotGrid<T, kMode> grid;
+    OperandRow<T> x, residual;
+    OperandRow<bool> where;
+    T* sum;
+    const void *scale, *bias;
+  };
+  struct Slot {
+    Vec<T, kVec> s;
+    unsigned skipped;  // bit i: the statistics do not count element i
+  };
+  struct Loaded {
+    Acc factor[kVec], shift[kVec];
+  };
+  struct Final {
+    Acc mean, rstd;
+  };
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
+    T* row = y + index * cols;
+    asm("" : "+l"(row));  // as in DeviceParameter
+    const int64_t group = grouped ? index / rows_per_group : 0;
+    Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(group), bias.Row(group)};
+    if constexpr (kGeneral) {
+      r.x = OperandRow<T>(x, index);
+      r.residual = OperandRow<T>(residual, index);
+      r.where = OperandRow<bool>(where, index);
+    } else {
+      r.x = OperandRow<T>::Full(x, index * cols);
+      r.residual = OperandRow<T>::Full(residual, index * cols);
+    }
+    return r;
+  }
+
+  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const {
+    return k == 0 ? row.x : row.residual;
+  }
+  __host__ __device__ __forceinline__ bool Has(int k) const { return k == 0 || sum != nullptr; }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ int Place(int k) const { return k; }
+  __host__ __device__ __forceinline__ int Inputs() const { return Has(1) ? 2 : 1; }
+
+  static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(Acc(0)); }
+
+  template <bool kEdges>
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<NormFwd>& raw, Slot& out) const {
+    // As words: a condition on a vector of 16-bit elements is compiled to one selection for each of them.
+    auto words = std::bit_cast<uint4>(raw.in[0]);
+    if (Has(1)) words = std::bit_cast<uint4>(AddRounded(raw.in[0], raw.in[1]));
+    out.s = std::bit_cast<Vec<T, kVec>>(words);
+    Skip<kEdges>(row, slot, out);
+    if constexpr (kGeneral) {
+      if (HasWhere()) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.skipped |= raw.where.v[i] ? 0u : 1u << i;
+      }
+    }
+  }
+
+  template <bool kEdges>
+  __device__ __forceinline__ void Skip(const Row& row, int slot, Slot& out) const {
+    out.skipped = 0;
+    if constexpr (kMode == Mode::kPlain) {
+      if (kEdges && slot >= row.grid.Slots()) out.skipped = kAllElements;
+    } else {
+      const int before = max(-row.grid.First(slot), 0), after = max(row.grid.First(slot) + kVec - cols, 0);
+      out.skipped = ~(kAllElements << before & kAllElements >> after) & kAllElements;
+    }
+  }
+
+  // Whether the operation centres; kGeneral leaves it to run time, for the sake of the code's size.
+  template <typename F>
+  __device__ __forceinline__ void WithVariant(F f) const {
+    if constexpr (kGeneral) {
+      f(center);
+    } else if (center) {
+      f(std::true_type());
+    } else {
+      f(std::false_type());
+    }
+  }
+  template <typename F>
+  __device__ __forceinline__ void WithoutVariant(F f) const {
+    f(center);
+  }
+
+  template <typename Center, int kN>
+  __device__ __forceinline__ Partial Reduce(Center center, Slot (&slots)[kN], int width) const {
+    if constexpr (kMode == Mode::kPlain) {
+      // One lane alone has nothing but elements of the row.
+      if (width > 1) return ReduceSlots<false>(center, slots, width, static_cast<Acc>(cols));
+      return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec));
+    } else {
+      unsigned any = 0;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) any |= slots[j].skipped;
+      if (any == 0) return ReduceSlots<false>(center, slots, 1, Acc(kN * kVec));
+      int count = kN * kVec;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) count -= __popc(slots[j].skipped);
+      if (count == 0) return Partial::Identity();
+      return ReduceSlots<true>(center, slots, 1, static_cast<Acc>(count));
+    }
+  }
+
+  // In two passes over registers. kSome: some elements of slots do not count; otherwise either all of a slot do, or
+  // none, and then they are 0.
+  template <bool kSome, typename Center, int kN>
+  __device__ __forceinline__ Partial ReduceSlots(Center center, const Slot (&slots)[kN], int width, Acc count) const {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    Acc values[kN][kVec];
+#pragma unroll
+    for (int j = 0; j < kN; ++j) ToAccAll(slots[j].s, values[j]);
+    // The sum of f(element, slot), one chain of additions per slot.
+    const auto sum_of = [&](auto f) {
+      Acc sums[kN];
+#pragma unroll
+      for (int j = 0; j < kN; ++j) sums[j] = 0;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+#pragma unroll
+        for (int j = 0; j < kN; ++j) {
+          const Acc term = f(values[j][i], slots[j]);
+          sums[j] += kSome && (slots[j].skipped >> i & 1) ? Acc(0) : term;
+        }
+      }
+#pragma unroll
+      for (int j = 1; j < kN; ++j) sums[0] += sums[j];
+      return LaneReduce(sums[0], width, add);
+    };
+    if (!center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
+    // Divided (by a power of two mostly), not multiplied by an inverse: the mean of equal numbers is that number, and
+    // their variance 0.
+    const Acc mean = sum_of([](Acc s, const Slot&) { return s; }) / count;
+    const auto deviation = [&](Acc s, const Slot& slot) { return s - (!kSome && slot.skipped ? Acc(0) : mean); };
+    const Acc squares = sum_of([&](Acc s, const Slot& slot) {
+      const Acc d = deviation(s, slot);
+      return d * d;
+    });
+    if constexpr (sizeof(T) == 2) return {count, mean, squares};  // the mean of few 16-bit numbers is exact enough
+    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
+    const Acc rest = sum_of(deviation), shift = rest / count, corrected = fma(-rest, shift, squares);
+    return {count, mean + shift, corrected < 0 ? Acc(0) : corrected};  // not fmax, which would drop NaN
+  }
+
+  // ---- Bundles ----
+
+  __host__ __device__ __forceinline__ bool CanBundle() const { return !grouped; }
+
+  __device__ __forceinline__ Row Shifted(Row row, int64_t elements) const {
+    row.y += elements;
+    row.sum += elements;
+    return row;
+  }
+
+  __device__ __forceinline__ void Combine(const Row& row, int slot, Vec<T, kVec>& x, const Vec<T, kVec>& added) const {
+    x = AddRounded(x, added);
+    StoreSum(row, row.grid.First(slot), x);
+  }
+  __device__ __forceinline__ void DecodeCombined(const Row& row, int slot, const Vec<T, kVec>& s, Slot& out) const {
+    out.s = s;
+    Skip<false>(row, slot, out);
+  }
+
+  // Sums of the deviations from a pivot and of their squares: three operations for each element and nothing to merge.
+  // The pivot is the mean of this thread's first slot, or an element if that is not full. However far it lies from the
+  // mean of all, its own elements add as much to the squares, each, so that no more than the ratio of the two counts
+  // is lost to cancellation.
+  template <int kN>
+  struct Running {
+    Acc count;
+    Acc pivot[kN], sum[kN], squares[kN];
+  };
+
+  // The rows lie alike on the grid, so what is skipped is the same in all.
+  template <typename Center, int kN>
+  __device__ __forceinline__ void Accumulate(Center center, const Slot (&slots)[kN], Running<kN>& running) const {
+    Acc values[kN][kVec];
+#pragma unroll
+    for (int r = 0; r < kN; ++r) ToAccAll(slots[r].s, values[r]);
+    const unsigned skipped = kMode == Mode::kPlain ? 0 : slots[0].skipped;
+    const int count = kVec - (kMode == Mode::kPlain ? 0 : __popc(skipped));
+    if (center && running.count == 0) {
+#pragma unroll
+      for (int r = 0; r < kN; ++r) {
+        // Either way exact if they are equal: then their variance is 0.
+        Acc sums[kVec];
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) sums[i] = values[r][i];
+#pragma unroll
+        for (int n = kVec / 2; n > 0; n /= 2) {
+#pragma unroll
+          for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
+        }
+        running.pivot[r] = sums[0] * (Acc(1) / kVec);
+        if (skipped != 0) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            if (!(skipped >> i & 1)) running.pivot[r] = values[r][i];
+          }
+        }
+      }
+    }
+    running.count += static_cast<Acc>(count);
+    if (skipped != 0) {
+#pragma unroll
+      for (int r = 0; r < kN; ++r) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (skipped >> i & 1) values[r][i] = center ? running.pivot[r] : Acc(0);  // deviates by 0
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+#pragma unroll
+      for (int r = 0; r < kN; ++r) {
+        const Acc d = center ? values[r][i] - running.pivot[r] : values[r][i];
+        if (center) running.sum[r] += d;
+        running.squares[r] = fma(d, d, running.squares[r]);
+      }
+    }
+  }
+
+  template <typename Center, int kN>
+  __device__ __forceinline__ void Totals(Center center, const Running<kN>& running, Partial (&totals)[kN]) const {
+    const Acc inverse = Partial::Inverse(running.count);
+#pragma unroll
+    for (int r = 0; r < kN; ++r) {
+      totals[r] = {running.count, 0, running.squares[r]};
+      if (!center) continue;
+      const Acc shift = running.sum[r] * inverse;
+      totals[r].mean = running.pivot[r] + shift;
+      const Acc squares = fma(-running.sum[r], shift, running.squares[r]);
+      totals[r].squares = squares < 0 ? Acc(0) : squares;  // not fmax, which would drop NaN
+    }
+  }
+
+  template <typename Center, int kN>
+  __device__ __forceinline__ void MergeLanes(Center center, Partial (&p)[kN], int width) const {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    const Acc count = LaneReduce(p[0].count, width, add), inverse = Partial::Inverse(count);
+#pragma unroll
+    for (int r = 0; r < kN; ++r) {
+      if (center) {
+        p[r] = Partial::MergeLanes(p[r], width, 0, count, inverse);
+      } else {
+        p[r] = {count, 0, LaneReduce(p[r].squares, width, add)};
+      }
+    }
+  }
+
+  template <typename Center>
+  __device__ __forceinline__ void Prepare(Center, Slot&, const Partial&) const {}
+
+  // Without an element that counts, 0 / 0.
+  template <typename Center>
+  __device__ __forceinline__ Final Finish(Center, const Partial& total) const {
+    return {total.count == 0 ? Acc(NAN) : total.mean,
+            InverseSqrt(fma(total.squares, Reciprocal(total.count), epsilon))};
+  }
+
+  // scale + scale_offset and bias of columns [first, first + kVec).
+  __device__ __forceinline__ void Parameters(const void* scale_row, const void* bias_row, int first,
+                                             Acc (&factor)[kVec], Acc (&shift)[kVec]) const {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      factor[i] = 1;
+      shift[i] = 0;
+    }
+    constexpr bool kAligned = kMode == Mode::kPlain;
+    if (scale_row != nullptr) DeviceParameter<T>::template Load<kAligned>(narrow, scale_row, first, cols, factor);
+    if (bias_row != nullptr) DeviceParameter<T>::template Load<kAligned>(narrow, bias_row, first, cols, shift);
+    if (scale_row != nullptr && scale_offset != 0) {  // last, so that no load waits for another
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) factor[i] += scale_offset;
+    }
+  }
+  __device__ __forceinline__ void Parameters(int first, Acc (&factor)[kVec], Acc (&shift)[kVec]) const {
+    Parameters(scale.data, bias.data, first, factor, shift);
+  }
+
+  template <typename Center>
+  __device__ __forceinline__ Loaded LoadForStore(Center, const Row& row, int slot) const {
+    Loaded loaded;
+    Parameters(row.scale, row.bias, row.grid.First(slot), loaded.factor, loaded.shift);
+    return loaded;
+  }
+
+  template <typename Center>
+  __device__ __forceinline__ void Store(Center center, const Row& row, int slot, const Slot& kept, const Loaded& loaded,
+                                        const Final& final) const {
+    StoreCombined(center, row, slot, kept, loaded, final);
+    if (Has(1)) StoreSum(row, row.grid.First(slot), kept.s);
+  }
+
+  template <typename Center>
+  __device__ __forceinline__ void StoreCombined(Center center, const Row& row, int slot, const Slot& kept,
+                                                const Loaded& loaded, const Final& final) const {
+    Vec<T, kVec> sum = kept.s;
+    if constexpr (sizeof(T) < sizeof(Acc)) {
+      // Else the Warp tier keeps the elements as Acc from the reduction on, in twice the registers.
+      auto words = std::bit_cast<uint4>(sum);
+      asm("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+      sum = std::bit_cast<Vec<T, kVec>>(words);
+    }
+    Acc s[kVec], out[kVec];
+    ToAccAll(sum, s);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      out[i] = fma((center ? s[i] - final.mean : s[i]) * final.rstd, loaded.factor[i], loaded.shift[i]);
+    }
+    StoreSlot(row.y, row.grid, row.grid.First(slot), out);
+  }
+
+  __device__ __forceinline__ void StoreSum(const Row& row, int first, const Vec<T, kVec>& s) const {
+    if (kGeneral && !IsVecAligned(row.sum + first)) {
+      // Its own grid is not that of y.
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (first + i >= 0 && first + i < cols) row.sum[first + i] = s.v[i];
+      }
+    } else {
+      StoreSlot(row.sum, row.grid, first, s);
+    }
+  }
+
+  template <typename Center>
+  __device__ __forceinline__ void StoreRow(Center center, int64_t index, const Partial& total) const {
+    StoreStatistics(center, index, Finish(center, total));
+  }
+  template <typename Center>
+  __device__ __forceinline__ void StoreStatistics(Center center, int64_t index, const Final& final) const {
+    if (center) mean[index] = final.mean;
+    rstd[index] = final.rstd;
+  }
+};
+
+inline constexpr int kShortSlots = 64;  // of a row that norm_fwd_short.cu takes, at most
+
+// Defined there for the kPlain operations; rows have their parameters in common.
+template <typename Op>
+ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name);
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_NORM_FWD_CUH_

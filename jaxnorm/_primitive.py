@@ -158,16 +158,18 @@ def define_dce(primitive: Primitive, prune: Callable) -> None:
 
     Args:
       primitive: whose calls are pruned.
-      prune: (which results are used, parameters) -> (parameters, which operands the smaller call takes).
+      prune: (which results are used, parameters) -> (parameters, which operands the smaller call takes), or None where
+        no call is smaller.
     """
 
     def rule(used, *rest):  # (used, eqn) before JAX 0.12, (used, live_ins, eqn) from then on
         eqn = rest[-1]
         if not any(used):
             return [False] * len(eqn.invars), None
-        if all(used):
+        smaller = None if all(used) else prune(used, eqn.params)
+        if smaller is None:
             return [True] * len(eqn.invars), eqn
-        params, taken = prune(used, eqn.params)
+        params, taken = smaller
         invars = [v for v, t in zip(eqn.invars, taken, strict=True) if t]
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
         return taken, eqn.replace(invars=invars, outvars=outvars, params=params)

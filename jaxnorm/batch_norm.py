@@ -28,9 +28,9 @@ so that x_dot enters one primitive only, and transposition makes dx in one pass.
 the composition (`_normalise`, a custom_jvp function), not to its two parts. Primitives take the variance, not rstd: it
 is what forward returns, and nothing is left to do for XLA between the passes.
 
-The bits are always kept, not computed again from x in backward: they are 2.5 % of the bytes of a 16-bit backward pass (1
-of 80 per element and pass), and computing them again would take scale and bias as operands, and arithmetic that is the
-same to the bit in forward and backward, on every platform and in the formula.
+The bits are always kept, not computed again from x in backward: reading them is 1/40 of what a 16-bit backward moves,
+and computing them again would take scale and bias as operands, and arithmetic that is the same to the bit in forward
+and backward, in the kernels of every platform and in the formula.
 
 Operands have x's rank; those that belong to features have size 1 in the reduced dimensions. The first `groups`
 dimensions are those that vmap mapped, where an operand that was not mapped has size 1.
@@ -375,45 +375,57 @@ def _only(given, names):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _statistics(call, given):
+    """Mean, var and with a mask count, of x on all devices."""
+    results = ("mean", "var", "count") if "mask" in given else ("mean", "var")
+    out = _bind(stats_p, _only(given, ("x", "mask")), results, call.params)
+    if call.axis_name is not None:
+        out = _merge(out, call.psum, call.position(), call.replicas)
+    return out
+
+
+@partial(_statistics.defjvp, symbolic_zeros=True)
+def _statistics_jvp(call, primals, tangents):
+    """Of statistics by themselves: in the derivative of backward, and where nothing else is differentiated."""
+    (given,), (dots,) = primals, tangents
+    out = _statistics(call, given)
+    first = {}
+    if type(dots["x"]) is not SymbolicZero:
+        operands = _only(given | out, _FIXED) | {"x_dot": dots["x"]}
+        first = _tangents_in(call, operands, ("mean_dot", "var_dot"))
+    return out, _tangents_like(out, {n: first.get(f"{n}_dot") for n in out})
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _normalise(call, given):
-    """Results by name: y, and with `keep` what backward needs. Statistics are those in `given`, else x's own."""
-    out = {}
-    if "mean" not in given:
-        results = ("mean", "var", "count") if "mask" in given else ("mean", "var")
-        out = _bind(stats_p, _only(given, ("x", "mask")), results, call.params)
-        if call.axis_name is not None:
-            out = _merge(out, call.psum, call.position(), call.replicas)
-    keep = call.keep and call.relu
-    operands = _only(given | out, ("x", "mean", "var", "scale", "bias", "residual"))
-    out |= _bind(fwd_p, operands, ("y", "bits") if keep else ("y",), call.params)
-    return {n: v for n, v in out.items() if call.keep or n != "count"}
+    """Results by name: y, x's own statistics if none are given, and with `keep` what else backward needs."""
+    own = {} if "mean" in given else _statistics(call, _operands(given))
+    operands = _only(given | own, ("x", "mean", "var", "scale", "bias", "residual"))
+    results = ("y", "bits") if call.keep and call.relu else ("y",)
+    out = own | _bind(fwd_p, operands, results, call.params)
+    return out if call.keep else {n: v for n, v in out.items() if n != "count"}
+
+
+def _operands(given):
+    return {n: given[n] for n in ("x", "mask") if n in given}
 
 
 @partial(_normalise.defjvp, symbolic_zeros=True)
 def _normalise_jvp(call, primals, tangents):
     (given,), (dots,) = primals, tangents
     dots = {n: t for n, t in dots.items() if type(t) is not SymbolicZero}
-    out = _normalise(dataclasses.replace(call, keep=True), given)
-    # Named here: names that the user gives to results name other values.
-    out = {n: v if n == "y" else checkpoint_name(v, "jaxnorm_batch_norm") for n, v in out.items()}
+    own = {} if "mean" in given else _named(_statistics(call, _operands(given)))
+    out = own | _named(_normalise(dataclasses.replace(call, keep=True), given | own))
     known = given | out
-    own_statistics = "mean" in out
 
     # Without a ReLU the residual's tangent is added as it is.
     first = dots if call.relu else {n: t for n, t in dots.items() if n != "residual"}
+    operands = _only(known, _FIXED) | {f"{n}_dot": first.get(n) for n in ("x", "residual")}
     results = ("y_dot", "bias_dot", "scale_dot", "mean_dot", "var_dot")
-    first = _linear(
-        jvp_in_p,
-        _only(known, _FIXED) | {f"{n}_dot": first.get(n) for n in ("x", "residual")},
-        results if own_statistics else results[:1],
-        call.params,
-    )
-    if call.axis_name is not None and "bias_dot" in first:
-        for pair in (("bias_dot", "scale_dot"), ("mean_dot", "var_dot")):
-            first |= zip(pair, call.psum(jnp.stack([first[n] for n in pair])), strict=True)
+    first = _tangents_in(call, operands, results if own else results[:1])
     out_dots = {n: first.pop(f"{n}_dot", None) for n in ("mean", "var")}
-    for name, t in _tangents_of_parameters(call, known, dots, own_statistics).items():
-        first[name] = first[name] + t if name in first else t
+    for name, t in _tangents_of_parameters(call, known, dots, bool(own)).items():
+        first[name] = _add(first.get(name), t)
 
     if call.axis_name is not None and {"bias_dot", "scale_dot"} <= first.keys():
         # Made varying together, so that the transpose is one all-reduce.
@@ -424,15 +436,34 @@ def _normalise_jvp(call, primals, tangents):
     out_dots["y"] = first.get("y_dot")
     if not call.relu and "residual" in dots:
         out_dots["y"] = _add(out_dots["y"], dots["residual"])
+    kept = out if call.keep else {n: out[n] for n in ("y", "mean", "var") if n in (*own, "y")}
+    return kept, _tangents_like(kept, out_dots)
 
+
+def _named(kept):
+    """For checkpoint policies: names that the user gives to results name other values."""
+    return {n: v if n == "y" else checkpoint_name(v, "jaxnorm_batch_norm") for n, v in kept.items()}
+
+
+def _tangents_in(call, operands, results):
+    """Those results of jvp_in that are not zero, summed over devices where they are sums."""
+    out = _linear(jvp_in_p, operands, results, call.params)
+    if call.axis_name is not None:
+        for pair in (("bias_dot", "scale_dot"), ("mean_dot", "var_dot")):
+            if pair[0] in out:
+                sums = call.psum(jnp.stack([out[n] for n in pair]))
+                out |= zip(pair, sums, strict=True)
+    return out
+
+
+def _tangents_like(values, tangents):
     def tangent(name, value):
-        t = out_dots.get(name)
+        t = tangents.get(name)
         if t is None:
             return SymbolicZero(jax.typeof(value).to_tangent_aval())
         return vary_alike(t, value)[0]
 
-    kept = out if call.keep else {n: out[n] for n in ("y", "mean", "var") if n in out}
-    return kept, {n: tangent(n, v) for n, v in kept.items()}
+    return {n: tangent(n, v) for n, v in values.items()}
 
 
 def _tangents_of_parameters(call, known, dots, own_statistics):

@@ -124,22 +124,22 @@ inline void LoadMask(const BatchNormArgs& args, int64_t group, int64_t begin, in
   }
 }
 
-// A flag per element. Up to seven bytes on both sides are overwritten.
-inline constexpr int64_t kFlagMargin = 8;
+// A flag per element. This many bytes before and after them may be overwritten.
+inline constexpr int64_t kFlagMargin = 64;
 JAXNORM_INLINE void LoadFlags(const uint8_t* bits, int64_t last, int64_t begin, int64_t n, uint8_t* flags) {
-  // Runs of whole bytes adjoin: they are one.
-  const int64_t run = last % 8 == 0 ? begin + n : last, run_bytes = run / 8 + (run % 8 != 0);
-  int64_t row = last % 8 == 0 ? 0 : begin / run, col = last % 8 == 0 ? begin : begin % run;
-  for (int64_t done = 0; done < n; ++row, col = 0) {
-    const int64_t take = std::min(run - col, n - done), skip = col / 8;
-    const int64_t bytes = (col + take + 7) / 8 - skip;
-    const uint8_t* from = bits + row * run_bytes + skip;
-    uint8_t* to = flags + done - col % 8;
-#pragma omp simd
-    for (int64_t b = 0; b < bytes; ++b) {
-      const uint64_t eight = SpreadBits(from[b]);
-      std::memcpy(to + 8 * b, &eight, 8);
-    }
+  const int64_t row_bytes = (last + 7) / 8;
+  if (last % 8 == 0) {  // rows adjoin
+    UnpackRun(bits + begin / 8, (begin % 8 + n + 7) / 8, flags - begin % 8);
+    return;
+  }
+  const int64_t row = begin / last, col = begin % last;
+  if (row_bytes <= kShortRowBytes) {
+    UnpackMask(bits + row * row_bytes, (col + n + last - 1) / last, last, flags - col);
+    return;
+  }
+  for (int64_t done = 0, at = col, r = row; done < n; at = 0, ++r) {
+    const int64_t take = std::min(last - at, n - done);
+    UnpackRun(bits + r * row_bytes + at / 8, (at + take + 7) / 8 - at / 8, flags + done - at % 8);
     done += take;
   }
 }
@@ -158,6 +158,36 @@ JAXNORM_INLINE const Source<T>* Stage(const T* from, int64_t n, Source<T>* buffe
 template <typename T>
 inline constexpr int64_t kStageSize(int64_t n) {
   return kStaged<T> ? n : 1;
+}
+
+// to[i] = from[i] where the flag is set, else 0. Done by itself: loops over short segments would leave much of it to their
+// ends, where each flag is a branch.
+template <typename T>
+JAXNORM_INLINE void Select(const T* from, const uint8_t* flags, int64_t n, T* to) {
+  using Bits = BitsOf<T>;
+  const Bits* from_bits = reinterpret_cast<const Bits*>(from);
+  Bits* to_bits = reinterpret_cast<Bits*>(to);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits value = from_bits[i];
+    to_bits[i] = flags[i] != 0 ? value : Bits{0};
+  }
+}
+
+// ---- g: dy where the bit is set ----
+
+// Elements [begin, begin + n) of a group as a loop reads them, n at most kMost; the buffers are for what is not in place.
+template <typename T, bool kBits, int64_t kMost>
+JAXNORM_INLINE const Source<T>* LoadCotangent(const BatchNormArgs& args, int64_t group, int64_t begin, int64_t n,
+                                              T* selected, Source<T>* staged) {
+  const T* dy = args.dy.Group<T>(group) + begin;
+  if constexpr (kBits) {
+    alignas(64) uint8_t flags[kMost + 2 * kFlagMargin];
+    LoadFlags(args.bits.Group<uint8_t>(group), args.shape.last, begin, n, flags + kFlagMargin);
+    Select(dy, flags + kFlagMargin, n, selected);
+    dy = selected;
+  }
+  return Stage(dy, n, staged);
 }
 
 // ---- Statistics: mean, sum of squared deviations, count ----
@@ -372,21 +402,18 @@ struct Sums {
                            int64_t last, const Partials<A>& out) const {
     alignas(64) A dbias[kColumns], dscale[kColumns];
     alignas(64) Source<T> x_buffer[kStageSize<T>(kColumns)], dy_buffer[kStageSize<T>(kColumns)];
-    alignas(64) uint8_t flag_buffer[kColumns + 2 * kFlagMargin];
-    uint8_t* flags = flag_buffer + kFlagMargin;
+    alignas(64) T selected[kBits ? kColumns : 1];
     const int64_t n = last - first;
     std::fill_n(dbias, n, A{0});
     std::fill_n(dscale, n, A{0});
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t begin = (row + r) * view.width + first;
-      if constexpr (kBits) LoadFlags(args.bits.Group<uint8_t>(group), args.shape.last, begin, n, flags);
-      const Source<T>* dy = Stage(args.dy.Group<T>(group) + begin, n, dy_buffer);
+      const Source<T>* dy = LoadCotangent<T, kBits, kColumns>(args, group, begin, n, selected, dy_buffer);
       const Source<T>* x = nullptr;
       if constexpr (kScale) x = Stage(args.x.Group<T>(group) + begin, n, x_buffer);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        A g = ToAcc(dy[i]);
-        if constexpr (kBits) g = flags[i] != 0 ? g : A{0};
+        const A g = ToAcc(dy[i]);
         dbias[i] += g;
         if constexpr (kScale) dscale[i] += g * (ToAcc(x[i]) - mean[i]);
       }
@@ -412,26 +439,28 @@ struct Sums {
     if (unit.end > whole && rest > unit.first) Rows(unit.group, mean, view, whole, 1, unit.first, rest, out);
   }
 
-  JAXNORM_INLINE void Run(int64_t group, int64_t begin, int64_t n, int64_t channel, const Partials<A>& out) const {
+  // Runs of `n` elements of adjoining channels, kRun elements together at most.
+  JAXNORM_INLINE void Runs(int64_t group, int64_t begin, int64_t n, int64_t first, int64_t last,
+                           const Partials<A>& out) const {
     alignas(64) Source<T> x_buffer[kStageSize<T>(kRun)], dy_buffer[kStageSize<T>(kRun)];
-    alignas(64) uint8_t flag_buffer[kBits ? kRun + 2 * kFlagMargin : 2 * kFlagMargin];
-    uint8_t* flags = flag_buffer + kFlagMargin;
-    if constexpr (kBits) LoadFlags(args.bits.Group<uint8_t>(group), args.shape.last, begin, n, flags);
-    const Source<T>* dy = Stage(args.dy.Group<T>(group) + begin, n, dy_buffer);
-    const Source<T>* x = nullptr;
-    A mean{0};
-    if constexpr (kScale) {
-      x = Stage(args.x.Group<T>(group) + begin, n, x_buffer);
-      mean = args.mean.Group<A>(group)[channel];
+    alignas(64) T selected[kBits ? kRun : 1];
+    const int64_t size = (last - first) * n;
+    const Source<T>* all_dy = LoadCotangent<T, kBits, kRun>(args, group, begin, size, selected, dy_buffer);
+    const Source<T>* all_x = nullptr;
+    if constexpr (kScale) all_x = Stage(args.x.Group<T>(group) + begin, size, x_buffer);
+    for (int64_t channel = first; channel < last; ++channel) {
+      const int64_t at = (channel - first) * n;
+      const Source<T>* dy = all_dy + at;
+      const Source<T>* x = kScale ? all_x + at : nullptr;
+      const A mean = kScale ? args.mean.Group<A>(group)[channel] : A{0};
+      const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        const A g = ToAcc(dy[i]);
+        if constexpr (kScale) return Two<A>{g, g * (ToAcc(x[i]) - mean)};
+        return Two<A>{g, A{0}};
+      });
+      out.first[channel] += sums.first;
+      out.second[channel] += sums.second;
     }
-    const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-      A g = ToAcc(dy[i]);
-      if constexpr (kBits) g = flags[i] != 0 ? g : A{0};
-      if constexpr (kScale) return Two<A>{g, g * (ToAcc(x[i]) - mean)};
-      return Two<A>{g, A{0}};
-    });
-    out.first[channel] += sums.first;
-    out.second[channel] += sums.second;
   }
 
   JAXNORM_INLINE void operator()(const View& view, const Unit& unit, const Partials<A>& out) const {
@@ -439,10 +468,12 @@ struct Sums {
       Columns(view, unit, out);
       return;
     }
+    const int64_t together = view.chunks > 1 ? 1 : kRun / view.inner;
     for (int64_t step = unit.begin; step < unit.end; ++step) {
       const int64_t at = step % view.chunks * kRun, n = std::min(kRun, view.inner - at);
-      for (int64_t c = unit.first; c < unit.last; ++c) {
-        Run(unit.group, (step / view.chunks * view.channels + c) * view.inner + at, n, c, out);
+      for (int64_t c = unit.first; c < unit.last; c += together) {
+        const int64_t begin = (step / view.chunks * view.channels + c) * view.inner + at;
+        Runs(unit.group, begin, n, c, std::min(unit.last, c + together), out);
       }
     }
   }
@@ -606,9 +637,12 @@ JAXNORM_INLINE void ForSegments(const View& view, int64_t begin, int64_t n, cons
   }
 }
 
+// What forward does with the sign of its result.
+enum Activation { kIdentity, kRelu, kReluWithBits };
+
 enum ForwardNumber { kMeanOf, kFactorOf, kShiftOf, kForwardNumbers };
 
-template <typename T, bool kColumnwise, bool kRelu>
+template <typename T, bool kColumnwise, Activation kActivation>
 struct Forward {
   using A = Acc<T>;
   const BatchNormArgs& args;
@@ -631,47 +665,35 @@ struct Forward {
   JAXNORM_INLINE void Write(int64_t group, const Block& block, const Source<T>* x, [[maybe_unused]] Source<T>* buffer,
                             const Addend& addend) const {
     using Bits = BitsOf<T>;
-    alignas(64) uint8_t flags[kBlockElements + 8];
+    alignas(64) uint8_t flags[kActivation == kReluWithBits ? kBlockElements + 8 : 8];
     const int64_t n = block.size(), width = table.view.width;
     T* y = args.y.Group<T>(group) + block.begin;
-    Bits* y_bits = reinterpret_cast<Bits*>(y);
-    ForSegments<kColumnwise>(table.view, block.begin, n,
-                             [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
-                               const A* numbers = table.data.get() + slot;
-                               const Numbers<A, kColumnwise> mean(numbers + kMeanOf * width),
-                                   factor(numbers + kFactorOf * width), shift(numbers + kShiftOf * width);
-                               const Source<T>* from = x + at;
-                               if constexpr (kStaged<T>) {
-                                 Source<T>* to = buffer + at;
+    ForSegments<kColumnwise>(
+        table.view, block.begin, n, [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
+          const A* numbers = table.data.get() + slot;
+          const Numbers<A, kColumnwise> mean(numbers + kMeanOf * width), factor(numbers + kFactorOf * width),
+              shift(numbers + kShiftOf * width);
+          const Source<T>* from = x + at;
+          const auto value = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+            const A v = (ToAcc(from[i]) - mean(i)) * factor(i) + shift(i) + addend(at + i);
+            return kActivation != kIdentity && v <= 0 ? A{0} : v;  // NaN stays
+          };
+          if constexpr (kStaged<T>) {
+            Source<T>* to = buffer + at;
 #pragma omp simd
-                                 for (int64_t i = 0; i < count; ++i) {
-                                   to[i] = (from[i] - mean(i)) * factor(i) + shift(i) + addend(at + i);
-                                 }
-                               } else {
-                                 Bits* to = y_bits + at;
-                                 uint8_t* to_flags = flags + at;
+            for (int64_t i = 0; i < count; ++i) to[i] = value(i);
+          } else {
+            Bits* to = reinterpret_cast<Bits*>(y) + at;  // GCC vectorises stores of integers, not of structs
 #pragma omp simd
-                                 for (int64_t i = 0; i < count; ++i) {
-                                   const A value = (ToAcc(from[i]) - mean(i)) * factor(i) + shift(i) + addend(at + i);
-                                   const Bits rounded = std::bit_cast<Bits>(FromAcc<T>(value));
-                                   to[i] = kRelu ? MaxWithZero<T>(rounded) : rounded;
-                                   if constexpr (kRelu) to_flags[i] = IsPositive<T>(rounded);
-                                 }
-                               }
-                             });
-    if constexpr (kStaged<T>) {
-      FromAccRun<T>(buffer, y, n);
-      if constexpr (kRelu) {
+            for (int64_t i = 0; i < count; ++i) to[i] = std::bit_cast<Bits>(FromAcc<T>(value(i)));
+          }
+        });
+    if constexpr (kStaged<T>) FromAccRun<T>(buffer, y, n);
+    if constexpr (kActivation == kReluWithBits) {  // of all segments, for the reason that Select has
+      const Bits* rounded = reinterpret_cast<const Bits*>(y);
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) {
-          const Bits rounded = y_bits[i];
-          y_bits[i] = MaxWithZero<T>(rounded);
-          flags[i] = IsPositive<T>(rounded);
-        }
-      }
-    }
-    if constexpr (kRelu) {
-      if (args.bits) PackMask(flags, block.runs, block.cols, args.bits.Group<uint8_t>(group) + block.bits);
+      for (int64_t i = 0; i < n; ++i) flags[i] = IsPositive<T>(rounded[i]);
+      PackMask(flags, block.runs, block.cols, args.bits.Group<uint8_t>(group) + block.bits);
     }
   }
 };
@@ -686,41 +708,36 @@ struct Backward {
   const Table<A, kBackwardNumbers>& table;
 
   JAXNORM_INLINE void operator()(int64_t group, const Block& block) const {
-    using Bits = BitsOf<T>;
-    alignas(64) uint8_t flags[kBits ? kBlockElements + 8 : 8];
+    alignas(64) T selected[kBits ? kBlockElements : 1];
     const int64_t n = block.size();
-    const T* dy = args.dy.Group<T>(group) + block.begin;
+    const T* g = args.dy.Group<T>(group) + block.begin;
+    T* dresidual = args.dresidual ? args.dresidual.Group<T>(group) + block.begin : nullptr;
     if constexpr (kBits) {
+      alignas(64) uint8_t flags[kBlockElements + 8];
       UnpackMask(args.bits.Group<uint8_t>(group) + block.bits, block.runs, block.cols, flags);
+      T* to = dresidual != nullptr ? dresidual : selected;
+      Select(g, flags, n, to);
+      g = to;
+    } else if (dresidual != nullptr) {
+      std::memcpy(dresidual, g, n * sizeof(T));
     }
-    if (args.dx) {
-      if (kReduced && args.mask) {
-        alignas(64) uint8_t keep[kBlockElements];
-        LoadMask(args, group, block.begin, n, keep);
-        const uint8_t* kept = keep;
-        Write(group, block, dy, flags, [=](int64_t i, A v) JAXNORM_INLINE_LAMBDA { return kept[i] != 0 ? v : A{0}; });
-      } else {
-        Write(group, block, dy, flags, [](int64_t, A v) JAXNORM_INLINE_LAMBDA { return v; });
-      }
-    }
-    if (args.dresidual) {
-      const Bits* from = reinterpret_cast<const Bits*>(dy);
-      Bits* to = args.dresidual.Group<Bits>(group) + block.begin;
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) {
-        const Bits value = from[i];
-        to[i] = !kBits || flags[i] != 0 ? value : Bits{0};
-      }
+    if (!args.dx) return;
+    if (kReduced && args.mask) {
+      alignas(64) uint8_t keep[kBlockElements];
+      LoadMask(args, group, block.begin, n, keep);
+      const uint8_t* kept = keep;
+      Write(group, block, g, [=](int64_t i, A v) JAXNORM_INLINE_LAMBDA { return kept[i] != 0 ? v : A{0}; });
+    } else {
+      Write(group, block, g, [](int64_t, A v) JAXNORM_INLINE_LAMBDA { return v; });
     }
   }
 
  private:
   template <typename Keep>
-  JAXNORM_INLINE void Write(int64_t group, const Block& block, const T* dy_data, const uint8_t* flags,
-                            const Keep& keep) const {
-    alignas(64) Source<T> x_buffer[kStageSize<T>(kBlockElements)], dy_buffer[kStageSize<T>(kBlockElements)];
+  JAXNORM_INLINE void Write(int64_t group, const Block& block, const T* g_data, const Keep& keep) const {
+    alignas(64) Source<T> x_buffer[kStageSize<T>(kBlockElements)], g_buffer[kStageSize<T>(kBlockElements)];
     const int64_t n = block.size(), width = table.view.width;
-    const Source<T>* dy = Stage(dy_data, n, dy_buffer);
+    const Source<T>* g = Stage(g_data, n, g_buffer);
     const Source<T>* x = nullptr;
     if constexpr (kReduced) x = Stage(args.x.Group<T>(group) + block.begin, n, x_buffer);
     T* dx = args.dx.Group<T>(group) + block.begin;
@@ -730,20 +747,19 @@ struct Backward {
           const Numbers<A, kColumnwise> mean(numbers + kCentre * width), factor(numbers + kScaleOf * width),
               offset(numbers + kOffset * width), slope(numbers + kSlope * width);
           const auto value = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-            A g = ToAcc(dy[at + i]);
-            if constexpr (kBits) g = flags[at + i] != 0 ? g : A{0};
-            if constexpr (!kReduced) return g * factor(i);
-            return g * factor(i) + keep(at + i, offset(i) + (ToAcc(x[at + i]) - mean(i)) * slope(i));
+            const A own = ToAcc(g[at + i]) * factor(i);
+            if constexpr (!kReduced) return own;
+            return own + keep(at + i, offset(i) + (ToAcc(x[at + i]) - mean(i)) * slope(i));
           };
           if constexpr (kStaged<T>) {
 #pragma omp simd
-            for (int64_t i = 0; i < count; ++i) dy_buffer[at + i] = value(i);
+            for (int64_t i = 0; i < count; ++i) g_buffer[at + i] = value(i);
           } else {
 #pragma omp simd
             for (int64_t i = 0; i < count; ++i) dx[at + i] = FromAcc<T>(value(i));
           }
         });
-    if constexpr (kStaged<T>) FromAccRun<T>(dy_buffer, dx, n);
+    if constexpr (kStaged<T>) FromAccRun<T>(g_buffer, dx, n);
   }
 };
 
@@ -790,9 +806,13 @@ ffi::Error RunForward(ffi::ThreadPool& pool, const BatchNormArgs& args, double e
       numbers[kShiftOf] = args.bias ? args.bias.Group<A>(group)[c] : A{0};
     });
     Choose(view.columns, [&](auto columnwise) {
-      Choose(relu, [&](auto with_relu) {
-        Elementwise(pool, Forward<T, columnwise, with_relu>{args, table}, args.shape, group);
-      });
+      if (args.bits) {
+        Elementwise(pool, Forward<T, columnwise, kReluWithBits>{args, table}, args.shape, group);
+      } else if (relu) {
+        Elementwise(pool, Forward<T, columnwise, kRelu>{args, table}, args.shape, group);
+      } else {
+        Elementwise(pool, Forward<T, columnwise, kIdentity>{args, table}, args.shape, group);
+      }
     });
   }
   return ffi::Error::Success();

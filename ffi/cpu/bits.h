@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "simd.h"
 
@@ -57,33 +58,91 @@ JAXNORM_INLINE uint64_t SpreadBits(uint64_t bits) {
 // Work goes in blocks whose flags, a byte per element, stay in the first-level cache: whole rows, or a part of one.
 inline constexpr int64_t kBlockElements = 2048;
 
-// From the mask of adjoining rows to a flag per element. Those of a row end in up to seven bytes too many, which the
-// next row overwrites.
-JAXNORM_INLINE void UnpackMask(const uint8_t* mask, int64_t rows, int64_t cols, uint8_t* flags) {
-  const int64_t bytes = (cols + 7) / 8;
-  for (int64_t row = 0; row < rows; ++row) {
+// Flags to a run of bits, and back, eight bytes at a time.
+JAXNORM_INLINE void PackRun(const uint8_t* flags, int64_t bytes, uint8_t* bits) {
 #pragma omp simd
-    for (int64_t b = 0; b < bytes; ++b) {
-      const uint64_t eight = SpreadBits(mask[row * bytes + b]);
+  for (int64_t b = 0; b < bytes; ++b) {
+    uint64_t eight;
+    std::memcpy(&eight, flags + 8 * b, 8);
+    bits[b] = PackBits(eight);
+  }
+}
+JAXNORM_INLINE void UnpackRun(const uint8_t* bits, int64_t bytes, uint8_t* flags) {
+#pragma omp simd
+  for (int64_t b = 0; b < bytes; ++b) {
+    const uint64_t eight = SpreadBits(bits[b]);
+    std::memcpy(flags + 8 * b, &eight, 8);
+  }
+}
+
+// Short rows: a loop over the bytes of each would cost more than they do, so their number is a constant.
+inline constexpr int64_t kShortRowBytes = 8;
+
+template <int kBytes>
+JAXNORM_INLINE void UnpackRows(const uint8_t* mask, int64_t rows, int64_t cols, uint8_t* flags) {
+  for (int64_t row = 0; row < rows; ++row) {
+#pragma GCC unroll 8
+    for (int b = 0; b < kBytes; ++b) {
+      const uint64_t eight = SpreadBits(mask[row * kBytes + b]);
       std::memcpy(flags + row * cols + 8 * b, &eight, 8);
     }
   }
 }
-
-JAXNORM_INLINE void PackMask(const uint8_t* flags, int64_t rows, int64_t cols, uint8_t* mask) {
-  const int64_t whole = cols / 8, spare_bits = 64 - cols % 8 * 8;
+template <int kBytes>
+JAXNORM_INLINE void PackRows(const uint8_t* flags, int64_t rows, int64_t cols, uint8_t* mask) {
+  const int64_t spare_bits = 64 * kBytes - 8 * cols;
   for (int64_t row = 0; row < rows; ++row) {
-#pragma omp simd
-    for (int64_t b = 0; b < whole; ++b) {
+#pragma GCC unroll 8
+    for (int b = 0; b < kBytes; ++b) {
       uint64_t eight;
       std::memcpy(&eight, flags + row * cols + 8 * b, 8);
-      mask[b] = PackBits(eight);
+      if (b == kBytes - 1) eight = eight << spare_bits >> spare_bits;
+      mask[row * kBytes + b] = PackBits(eight);
     }
-    mask += whole;
+  }
+}
+
+// Calls body(integral constant) with `bytes`, which is at most kShortRowBytes.
+template <typename Body>
+JAXNORM_INLINE void WithBytes(int64_t bytes, const Body& body) {
+  const auto call = [&]<int... kBytes>(std::integer_sequence<int, kBytes...>) JAXNORM_INLINE_LAMBDA {
+    ((bytes == kBytes + 1 ? body(std::integral_constant<int, kBytes + 1>()) : void()), ...);
+  };
+  call(std::make_integer_sequence<int, kShortRowBytes>());
+}
+
+// Not inlined: there is nothing to vectorise, and many callers.
+__attribute__((noinline)) inline void UnpackShortRows(const uint8_t* mask, int64_t rows, int64_t cols, uint8_t* flags) {
+  WithBytes((cols + 7) / 8, [&](auto bytes) JAXNORM_INLINE_LAMBDA { UnpackRows<bytes>(mask, rows, cols, flags); });
+}
+__attribute__((noinline)) inline void PackShortRows(const uint8_t* flags, int64_t rows, int64_t cols, uint8_t* mask) {
+  WithBytes((cols + 7) / 8, [&](auto bytes) JAXNORM_INLINE_LAMBDA { PackRows<bytes>(flags, rows, cols, mask); });
+}
+
+// From the mask of adjoining rows to a flag per element. Those of a row end in up to seven bytes too many, which the
+// next row overwrites.
+JAXNORM_INLINE void UnpackMask(const uint8_t* mask, int64_t rows, int64_t cols, uint8_t* flags) {
+  const int64_t bytes = (cols + 7) / 8;
+  if (rows > 1 && bytes <= kShortRowBytes) {
+    UnpackShortRows(mask, rows, cols, flags);
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) UnpackRun(mask + row * bytes, bytes, flags + row * cols);
+}
+
+// Reads up to seven bytes too many.
+JAXNORM_INLINE void PackMask(const uint8_t* flags, int64_t rows, int64_t cols, uint8_t* mask) {
+  const int64_t bytes = (cols + 7) / 8, whole = cols / 8, spare_bits = 64 - cols % 8 * 8;
+  if (rows > 1 && bytes <= kShortRowBytes) {
+    PackShortRows(flags, rows, cols, mask);
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    PackRun(flags + row * cols, whole, mask + row * bytes);
     if (cols % 8 != 0) {
       uint64_t eight;
       std::memcpy(&eight, flags + row * cols + 8 * whole, 8);
-      *mask++ = PackBits(eight << spare_bits >> spare_bits);
+      mask[row * bytes + whole] = PackBits(eight << spare_bits >> spare_bits);
     }
   }
 }

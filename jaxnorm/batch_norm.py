@@ -829,14 +829,14 @@ def _local(primitive, split, shards, torn, blocks, names, results, params):
 
 # ---- what depends on what, in the linear primitives ----
 
-# (operand that it is linear in, result) -> the fixed operands that this path takes; x also where only its shape counts,
-# here or in the transpose.
+# (operand that it is linear in, result) -> the fixed operands that this path takes, here or in the transpose, where
+# some come in pairs, and x may be the only one that says the shape.
 _JVP_IN = {
     ("x_dot", "y_dot"): ("bits", "var", "scale"),
     ("residual_dot", "y_dot"): ("bits",),
-    ("x_dot", "bias_dot"): ("mask", "count", "var", "scale"),
+    ("x_dot", "bias_dot"): ("x", "mask", "count", "mean", "var", "scale"),
     ("x_dot", "scale_dot"): ("x", "mask", "count", "mean", "var", "scale"),
-    ("x_dot", "mean_dot"): ("mask", "count"),
+    ("x_dot", "mean_dot"): ("x", "mask", "count", "mean"),
     ("x_dot", "var_dot"): ("x", "mask", "count", "mean"),
 }
 _JVP_OUT = {

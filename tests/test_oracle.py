@@ -32,6 +32,9 @@ RESULTS = {
     "layer_norm jvp": lambda: oracle.norm_jvp(X, T, Y[0]),
     "layer_norm vjp": lambda: oracle.norm_vjp(X, T, Y[0])[0],
     "rms_norm": lambda: oracle.rms_norm(X),
+    "batch_norm": lambda: oracle.batch_norm(X, Y[0], Y[1])[0],
+    "batch_norm masked": lambda: oracle.batch_norm(X, mask=WHERE, relu=True)[0],
+    "batch_norm vjp": lambda: oracle.batch_norm_vjp(X, T, Y[0], Y[1], Y[2])[0],
     "rms_norm vjp": lambda: oracle.norm_vjp(X, T, center=False)[0],
 }
 

@@ -213,14 +213,48 @@ JAXNORM_INLINE void Correct(A& mean, A& squares, A deviations, A count) {
   mean += shift;
 }
 
+// One number per slot: its first value that counts, if that is far from 0 beside the distances between the first few, else
+// 0. Means are kept as distances from it, so that those of tiles, pieces and all of them have the precision of the
+// deviations, however far from 0 the values are.
+template <typename T, typename A = Acc<T>>
+void FindShifts(const BatchNormArgs& args, const View& view, int64_t group, A* shifts) {
+  constexpr int64_t kMostRows = 64, kSamples = 8;
+  constexpr A kFar = 8;
+  const BatchNormShape& shape = args.shape;
+  const T* x = args.x.Group<T>(group);
+  const int64_t step = std::min(shape.inner, kRun), run = view.columns ? view.inner : 1;
+  const std::unique_ptr<uint8_t[]> keep(new uint8_t[std::max<int64_t>(1, step)]);
+  std::fill_n(keep.get(), step, 1);
+  for (int64_t c = 0; c < shape.channels; ++c) {
+    A first{0}, spread{0};
+    int64_t found = 0;
+    for (int64_t row = 0; row < std::min(shape.outer, kMostRows) && found < kSamples; ++row) {
+      const int64_t begin = (row * shape.channels + c) * shape.inner;
+      if (args.mask) LoadMask(args, group, begin, step, keep.get());
+      for (int64_t i = 0; i < step && found < kSamples; ++i) {
+        if (keep[i] == 0) continue;
+        const A value = ToAcc(x[begin + i]);
+        if (found++ == 0) first = value;
+        spread = std::max(spread, std::abs(value - first));
+      }
+    }
+    const A shift = std::isfinite(first) && std::abs(first) > kFar * spread ? first : A{0};
+    std::fill_n(shifts + c * run, run, shift);
+  }
+  for (int64_t i = view.fold; view.columns && i < view.width; i += view.fold)
+    std::copy_n(shifts, view.fold, shifts + i);
+}
+
+// Of values less their slot's shift.
 template <typename T>
 struct Stats {
   using A = Acc<T>;
   const BatchNormArgs& args;
+  const A* shifts;  // those of all groups
 
   // Rows [row, row + rows) of columns [first, last), merged into the results, which hold `before` rows already.
-  JAXNORM_INLINE void Tile(const T* x, const View& view, int64_t row, int64_t rows, int64_t first, int64_t last,
-                           A before, const Partials<A>& out) const {
+  JAXNORM_INLINE void Tile(const T* x, const View& view, const A* shift, int64_t row, int64_t rows, int64_t first,
+                           int64_t last, A before, const Partials<A>& out) const {
     alignas(64) A mean[kColumns], deviations[kColumns], squares[kColumns];
     alignas(64) Source<T> buffer[kStageSize<T>(kTileElements)];
     const int64_t n = last - first;
@@ -239,7 +273,7 @@ struct Stats {
     for (int64_t r = 0; r < rows; ++r) {
       const Source<T>* from = values + r * stride;
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) mean[i] += ToAcc(from[i]);
+      for (int64_t i = 0; i < n; ++i) mean[i] += ToAcc(from[i]) - shift[i];
     }
     const A count = static_cast<A>(rows), inverse = 1 / count;
 #pragma omp simd
@@ -248,7 +282,7 @@ struct Stats {
       const Source<T>* from = values + r * stride;
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        const A deviation = ToAcc(from[i]) - mean[i];
+        const A deviation = (ToAcc(from[i]) - shift[i]) - mean[i];
         deviations[i] += deviation;
         squares[i] += deviation * deviation;
       }
@@ -275,8 +309,8 @@ struct Stats {
   }
 
   // The same where a mask says which elements count.
-  JAXNORM_INLINE void MaskedTile(const T* x, const View& view, int64_t group, int64_t row, int64_t rows, int64_t first,
-                                 int64_t last, const Partials<A>& out) const {
+  JAXNORM_INLINE void MaskedTile(const T* x, const View& view, const A* shift, int64_t group, int64_t row, int64_t rows,
+                                 int64_t first, int64_t last, const Partials<A>& out) const {
     alignas(64) A count[kColumns], mean[kColumns], deviations[kColumns], squares[kColumns];
     alignas(64) Source<T> buffer[kStageSize<T>(kColumns)];
     alignas(64) uint8_t keep[kTileElements];
@@ -292,7 +326,7 @@ struct Stats {
       const Source<T>* from = Stage(x + begin, n, buffer);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        mean[i] += kept[i] != 0 ? ToAcc(from[i]) : A{0};
+        mean[i] += kept[i] != 0 ? ToAcc(from[i]) - shift[i] : A{0};
         count[i] += kept[i] != 0 ? A{1} : A{0};
       }
     }
@@ -303,7 +337,7 @@ struct Stats {
       const Source<T>* from = Stage(x + (row + r) * view.width + first, n, buffer);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        const A deviation = kept[i] != 0 ? ToAcc(from[i]) - mean[i] : A{0};
+        const A deviation = kept[i] != 0 ? (ToAcc(from[i]) - shift[i]) - mean[i] : A{0};
         deviations[i] += deviation;
         squares[i] += deviation * deviation;
       }
@@ -316,13 +350,14 @@ struct Stats {
   }
 
   JAXNORM_INLINE void Columns(const T* x, const View& view, const Unit& unit, const Partials<A>& out) const {
+    const A* shift = shifts + unit.group * view.width + unit.first;
     const int64_t first = unit.first, last = unit.last, whole = std::min(unit.end, view.size / view.width);
     const int64_t tile = std::clamp(kTileElements / (last - first), kLeastTileRows, kMostTileRows);
     const auto reduce = [&](int64_t row, int64_t rows, int64_t stop) JAXNORM_INLINE_LAMBDA {
       if (args.mask) {
-        MaskedTile(x, view, unit.group, row, rows, first, stop, out);
+        MaskedTile(x, view, shift, unit.group, row, rows, first, stop, out);
       } else {
-        Tile(x, view, row, rows, first, stop, static_cast<A>(row - unit.begin), out);
+        Tile(x, view, shift, row, rows, first, stop, static_cast<A>(row - unit.begin), out);
         for (int64_t i = first; i < stop; ++i) out.count[i] += static_cast<A>(rows);
       }
     };
@@ -331,15 +366,16 @@ struct Stats {
     if (unit.end > whole && rest > first) reduce(whole, 1, rest);
   }
 
-  JAXNORM_INLINE void Run(const T* x, int64_t group, int64_t begin, int64_t n, int64_t channel,
+  JAXNORM_INLINE void Run(const T* x, A shift, int64_t group, int64_t begin, int64_t n, int64_t channel,
                           const Partials<A>& out) const {
     alignas(64) Source<T> buffer[kStageSize<T>(kRun)];
     const Source<T>* values = Stage(x + begin, n, buffer);
     A count = static_cast<A>(n), mean, squares;
     if (!args.mask) {
-      mean = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{ToAcc(values[i]), A{0}}; }).first / count;
+      mean = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{ToAcc(values[i]) - shift, A{0}}; }).first /
+             count;
       const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        const A deviation = ToAcc(values[i]) - mean;
+        const A deviation = (ToAcc(values[i]) - shift) - mean;
         return Two<A>{deviation, deviation * deviation};
       });
       squares = sums.second;
@@ -349,12 +385,12 @@ struct Stats {
       LoadMask(args, group, begin, n, keep);
       const uint8_t* kept = keep;
       const Two<A> totals = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        return Two<A>{kept[i] != 0 ? ToAcc(values[i]) : A{0}, kept[i] != 0 ? A{1} : A{0}};
+        return Two<A>{kept[i] != 0 ? ToAcc(values[i]) - shift : A{0}, kept[i] != 0 ? A{1} : A{0}};
       });
       count = totals.second;
       mean = count > 0 ? totals.first / count : A{0};
       const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        const A deviation = kept[i] != 0 ? ToAcc(values[i]) - mean : A{0};
+        const A deviation = kept[i] != 0 ? (ToAcc(values[i]) - shift) - mean : A{0};
         return Two<A>{deviation, deviation * deviation};
       });
       squares = sums.second;
@@ -372,7 +408,8 @@ struct Stats {
     for (int64_t step = unit.begin; step < unit.end; ++step) {
       const int64_t at = step % view.chunks * kRun, n = std::min(kRun, view.inner - at);
       for (int64_t c = unit.first; c < unit.last; ++c) {
-        Run(x, unit.group, (step / view.chunks * view.channels + c) * view.inner + at, n, c, out);
+        Run(x, shifts[unit.group * view.width + c], unit.group,
+            (step / view.chunks * view.channels + c) * view.inner + at, n, c, out);
       }
     }
   }
@@ -381,9 +418,10 @@ struct Stats {
     Merge(first, second, count, other_first, other_second, other_count);
   }
 
-  void Store(int64_t group, int64_t channel, A mean, A squares, A count) const {
+  void Store(const View& view, int64_t group, int64_t channel, A mean, A squares, A count) const {
     const bool any = count > 0;
-    args.mean.Group<A>(group)[channel] = any ? mean : std::numeric_limits<A>::quiet_NaN();
+    const A shift = shifts[group * view.width + channel * (view.columns ? view.inner : 1)];
+    args.mean.Group<A>(group)[channel] = any ? shift + mean : std::numeric_limits<A>::quiet_NaN();
     args.var.Group<A>(group)[channel] = any ? squares / count : std::numeric_limits<A>::quiet_NaN();
     if (args.count) args.count.Group<A>(group)[channel] = count;
   }
@@ -484,11 +522,12 @@ struct Sums {
     count += other_count;
   }
 
-  void Store(int64_t group, int64_t channel, A dbias, A dscale, A) const {
+  void Store(const View&, int64_t group, int64_t channel, A dbias, A dscale, A) const {
     if (args.dbias) args.dbias.Group<A>(group)[channel] = dbias;
     if constexpr (kScale) {
-      const A var = args.var.Group<A>(group)[channel];
-      if (args.dscale) args.dscale.Group<A>(group)[channel] = dscale / std::sqrt(var + static_cast<A>(epsilon));
+      // Of an empty batch, whose variance is NaN, the sum is 0.
+      const A var = args.shape.reduced() > 0 ? args.var.Group<A>(group)[channel] : A{1};
+      args.dscale.Group<A>(group)[channel] = dscale / std::sqrt(var + static_cast<A>(epsilon));
     }
   }
 };
@@ -546,7 +585,7 @@ ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const BatchNormSh
           Kernel::Combine(first, second, count, sums.first[i], sums.second[i], sums.count[i]);
         }
       }
-      kernel.Store(group, c, first, second, count);
+      kernel.Store(view, group, c, first, second, count);
     }
   }
   return ffi::Error::Success();
@@ -863,7 +902,15 @@ ffi::Error BatchNormStats(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi
   BatchNormArgs args;
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
-  return DispatchFloat(args.dtype, [&]<typename T>(T) { return Reduce(pool, Stats<T>{args}, args.shape); });
+  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    const View view(args.shape);
+    const std::unique_ptr<Acc<T>[]> shifts(new Acc<T>[std::max<int64_t>(1, args.shape.groups * view.width)]);
+    if (view.size == 0) std::fill_n(shifts.get(), args.shape.groups * view.width, 0);
+    for (int64_t group = 0; group < args.shape.groups && view.size > 0; ++group) {
+      FindShifts<T>(args, view, group, shifts.get() + group * view.width);
+    }
+    return Reduce(pool, Stats<T>{args, shifts.get()}, args.shape);
+  });
 }
 
 ffi::Error BatchNormFwd(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,

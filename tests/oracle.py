@@ -232,7 +232,9 @@ def batch_norm_parts(x, axis=-1, epsilon=1e-5, mask=None, mean=None, var=None):
 
     With mean and var, which have the features' shape, nothing is reduced for them.
     """
-    x = f64(x).astype(np.longdouble)  # a large mean leaves few digits of a float64's deviation from it
+    x = f64(x).astype(
+        np.longdouble
+    )  # a large mean leaves few digits of a float64's deviation from it
     features = _axes(axis, x.ndim)
     reduced = tuple(i for i in range(x.ndim) if i not in features)
     keep = np.broadcast_to(True if mask is None else mask, x.shape)

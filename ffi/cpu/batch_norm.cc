@@ -25,8 +25,9 @@ namespace {
 
 // ---- How a group is seen ----
 
-// Inner runs shorter than this are columns of their own.
-inline constexpr int64_t kShortRun = 16;
+// Inner runs shorter than this are columns of their own. Statistics, which read each tile twice, gain more by it; other
+// loops would read what belongs to a channel once for each of its columns.
+inline constexpr int64_t kShortRun = 16, kShortRunOfStatistics = 256;
 // Narrow rows are taken several at a time, up to this many columns.
 inline constexpr int64_t kNarrow = 512;
 // Columns that are reduced together: their sums stay in the first-level cache.
@@ -50,8 +51,8 @@ struct View {
   int64_t strips;  // parts of the width that are reduced by themselves
   int64_t strip;   // their width
 
-  explicit View(const BatchNormShape& shape)
-      : size(shape.group_size()), channels(shape.channels), inner(shape.inner), columns(shape.inner < kShortRun) {
+  explicit View(const BatchNormShape& shape, int64_t short_run = kShortRun)
+      : size(shape.group_size()), channels(shape.channels), inner(shape.inner), columns(shape.inner < short_run) {
     fold = channels * inner;
     if (columns) {
       width = fold * std::clamp<int64_t>(kNarrow / std::max<int64_t>(1, fold), 1, std::max<int64_t>(1, shape.outer));
@@ -192,6 +193,14 @@ JAXNORM_INLINE const Source<T>* LoadCotangent(const BatchNormArgs& args, int64_t
 
 // ---- Statistics: mean, sum of squared deviations, count ----
 
+// Calls body(row, integral constant: how many rows) for fours of rows, then for single ones.
+template <typename Body>
+JAXNORM_INLINE void ForRows(int64_t rows, const Body& body) {
+  int64_t row = 0;
+  for (; row + 4 <= rows; row += 4) body(row, std::integral_constant<int64_t, 4>());
+  for (; row < rows; ++row) body(row, std::integral_constant<int64_t, 1>());
+}
+
 // Merges two sets of numbers into the first one.
 template <typename A>
 JAXNORM_INLINE void Merge(A& mean, A& squares, A& count, A other_mean, A other_squares, A other_count) {
@@ -270,23 +279,33 @@ struct Stats {
     std::fill_n(mean, n, A{0});
     std::fill_n(deviations, n, A{0});
     std::fill_n(squares, n, A{0});
-    for (int64_t r = 0; r < rows; ++r) {
-      const Source<T>* from = values + r * stride;
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) mean[i] += ToAcc(from[i]) - shift[i];
-    }
-    const A count = static_cast<A>(rows), inverse = 1 / count;
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) mean[i] *= inverse;
-    for (int64_t r = 0; r < rows; ++r) {
+    // Four rows at a time, so that sums are loaded and stored less often than values.
+    ForRows(rows, [&](int64_t r, auto together) JAXNORM_INLINE_LAMBDA {
       const Source<T>* from = values + r * stride;
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        const A deviation = (ToAcc(from[i]) - shift[i]) - mean[i];
-        deviations[i] += deviation;
-        squares[i] += deviation * deviation;
+        A sum{0};
+        for (int64_t k = 0; k < together; ++k) sum += ToAcc(from[k * stride + i]) - shift[i];
+        mean[i] += sum;
       }
-    }
+    });
+    const A count = static_cast<A>(rows), inverse = 1 / count;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) mean[i] *= inverse;
+    ForRows(rows, [&](int64_t r, auto together) JAXNORM_INLINE_LAMBDA {
+      const Source<T>* from = values + r * stride;
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        A sum{0}, of_squares{0};
+        for (int64_t k = 0; k < together; ++k) {
+          const A deviation = (ToAcc(from[k * stride + i]) - shift[i]) - mean[i];
+          sum += deviation;
+          of_squares += deviation * deviation;
+        }
+        deviations[i] += sum;
+        squares[i] += of_squares;
+      }
+    });
     A* to_mean = out.first + first;
     A* to_squares = out.second + first;
     const A weight = count / (before + count), between = before * weight;
@@ -418,6 +437,22 @@ struct Stats {
     Merge(first, second, count, other_first, other_second, other_count);
   }
 
+  // All columns of one channel, put into the first one.
+  static JAXNORM_INLINE void Fold(A* mean, A* squares, A* count, int64_t n) {
+    if (n == 1) return;
+    const A origin = mean[0];
+    const Two<A> sums =
+        Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{count[i], count[i] * (mean[i] - origin)}; });
+    const A shift = sums.first > 0 ? sums.second / sums.first : A{0}, centre = origin + shift;
+    const A within = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+                       const A distance = mean[i] - centre;
+                       return Two<A>{squares[i] + count[i] * (distance * distance), A{0}};
+                     }).first;
+    mean[0] = centre;
+    squares[0] = within;
+    count[0] = sums.first;
+  }
+
   void Store(const View& view, int64_t group, int64_t channel, A mean, A squares, A count) const {
     const bool any = count > 0;
     const A shift = shifts[group * view.width + channel * (view.columns ? view.inner : 1)];
@@ -522,6 +557,13 @@ struct Sums {
     count += other_count;
   }
 
+  static JAXNORM_INLINE void Fold(A* dbias, A* dscale, A*, int64_t n) {
+    if (n == 1) return;
+    const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{dbias[i], dscale[i]}; });
+    dbias[0] = sums.first;
+    dscale[0] = sums.second;
+  }
+
   void Store(const View&, int64_t group, int64_t channel, A dbias, A dscale, A) const {
     if (args.dbias) args.dbias.Group<A>(group)[channel] = dbias;
     if constexpr (kScale) {
@@ -541,52 +583,59 @@ JAXNORM_SIMD_CLONES void ReduceUnit(const Kernel& kernel, const View& view, cons
   kernel(view, unit, out);
 }
 
-// Adds up slots [begin, end) of all pieces of a group in those of the first piece.
+// Adds up slots [begin, end) of the parts of a group in those of `to`; the parts lie `pitch` apart.
 template <typename Kernel>
-JAXNORM_SIMD_CLONES void CombinePieces(const View& view, int64_t group, int64_t begin, int64_t end,
-                                       typename Kernel::A* base) {
-  using A = typename Kernel::A;
-  const Partials<A> to(base, view, group, 0);
-  for (int64_t piece = 1; piece < view.pieces; ++piece) {
-    const Partials<A> from(base, view, group, piece);
+JAXNORM_SIMD_CLONES void CombineParts(const Partials<typename Kernel::A>& to, int64_t parts, int64_t pitch,
+                                      int64_t begin, int64_t end) {
+  for (int64_t part = 1; part < parts; ++part) {
+    const int64_t at = part * pitch;
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) {
-      Kernel::Combine(to.first[i], to.second[i], to.count[i], from.first[i], from.second[i], from.count[i]);
+      Kernel::Combine(to.first[i], to.second[i], to.count[i], to.first[at + i], to.second[at + i], to.count[at + i]);
     }
   }
 }
 
+// From the columns of channels [begin, end) to their results.
 template <typename Kernel>
-ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const BatchNormShape& shape) {
+JAXNORM_SIMD_CLONES void FinishChannels(const Kernel& kernel, const View& view, int64_t group, int64_t begin,
+                                        int64_t end, const Partials<typename Kernel::A>& sums) {
+  const int64_t run = view.columns ? view.inner : 1;
+  for (int64_t c = begin; c < end; ++c) {
+    const int64_t i = c * run;
+    Kernel::Fold(sums.first + i, sums.second + i, sums.count + i, run);
+    kernel.Store(view, group, c, sums.first[i], sums.second[i], sums.count[i]);
+  }
+}
+
+template <typename Kernel>
+ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view, int64_t groups) {
   using A = typename Kernel::A;
-  const View view(shape);
-  const std::unique_ptr<A[]> partials(new A[std::max<int64_t>(1, shape.groups * view.pieces * 3 * view.width)]);
-  const int64_t units = shape.groups * view.pieces * view.strips;
+  const int64_t units = groups * view.pieces * view.strips;
+  // At least one slot per channel, also where there are no elements.
+  const int64_t slots = std::max(view.width, view.channels);
+  const std::unique_ptr<A[]> partials(new A[groups * view.pieces * 3 * slots]());
   const int64_t per_unit = view.size / std::max<int64_t>(1, view.pieces * view.strips);
   const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, per_unit));
-  ParallelFor(pool, units, grain, [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, view.size > 0 ? units : 0, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Unit unit = UnitAt(view, i);
       ReduceUnit(kernel, view, unit, Partials<A>(partials.get(), view, unit.group, unit.piece));
     }
   });
-  const int64_t slots_grain = std::max<int64_t>(64, kGrainElements / view.pieces);
-  for (int64_t group = 0; group < shape.groups && view.pieces > 1; ++group) {
-    ParallelFor(pool, view.width, slots_grain,
-                [&](int64_t begin, int64_t end) { CombinePieces<Kernel>(view, group, begin, end, partials.get()); });
-  }
-  for (int64_t group = 0; group < shape.groups; ++group) {
+  const int64_t distinct = view.columns ? view.fold : view.width, repeats = view.size > 0 ? view.width / distinct : 1;
+  const int64_t run = view.columns ? std::max<int64_t>(1, view.inner) : 1;
+  const int64_t channel_grain = std::max<int64_t>(64, kGrainElements / (view.pieces * run * repeats));
+  for (int64_t group = 0; group < groups; ++group) {
     const Partials<A> sums(partials.get(), view, group, 0);
-    for (int64_t c = 0; c < view.channels; ++c) {
-      A first{0}, second{0}, count{0};
-      const int64_t run = view.columns ? view.inner : 1, step = view.columns ? view.fold : view.width;
-      for (int64_t start = c * run; start < view.width; start += step) {
-        for (int64_t i = start; i < start + run; ++i) {
-          Kernel::Combine(first, second, count, sums.first[i], sums.second[i], sums.count[i]);
-        }
+    ParallelFor(pool, view.channels, channel_grain, [&](int64_t begin, int64_t end) {
+      for (int64_t k = 0; k < repeats && view.size > 0; ++k) {
+        const int64_t at = k * distinct;
+        CombineParts<Kernel>(sums, view.pieces, 3 * view.width, at + begin * run, at + end * run);
       }
-      kernel.Store(view, group, c, first, second, count);
-    }
+      CombineParts<Kernel>(sums, repeats, distinct, begin * run, end * run);
+      FinishChannels(kernel, view, group, begin, end, sums);
+    });
   }
   return ffi::Error::Success();
 }
@@ -903,13 +952,12 @@ ffi::Error BatchNormStats(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    const View view(args.shape);
-    const std::unique_ptr<Acc<T>[]> shifts(new Acc<T>[std::max<int64_t>(1, args.shape.groups * view.width)]);
-    if (view.size == 0) std::fill_n(shifts.get(), args.shape.groups * view.width, 0);
+    const View view(args.shape, kShortRunOfStatistics);
+    const std::unique_ptr<Acc<T>[]> shifts(new Acc<T>[args.shape.groups * std::max(view.width, view.channels)]());
     for (int64_t group = 0; group < args.shape.groups && view.size > 0; ++group) {
       FindShifts<T>(args, view, group, shifts.get() + group * view.width);
     }
-    return Reduce(pool, Stats<T>{args, shifts.get()}, args.shape);
+    return Reduce(pool, Stats<T>{args, shifts.get()}, view, args.shape.groups);
   });
 }
 
@@ -931,8 +979,9 @@ ffi::Error BatchNormSums(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi:
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     ffi::Error error = ffi::Error::Success();
     Choose(static_cast<bool>(args.bits), [&](auto bits) {
-      Choose(static_cast<bool>(args.dscale),
-             [&](auto scale) { error = Reduce(pool, Sums<T, bits, scale>{args, epsilon}, args.shape); });
+      Choose(static_cast<bool>(args.dscale), [&](auto scale) {
+        error = Reduce(pool, Sums<T, bits, scale>{args, epsilon}, View(args.shape), args.shape.groups);
+      });
     });
     return error;
   });

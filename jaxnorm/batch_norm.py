@@ -40,6 +40,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -604,13 +605,13 @@ def _jvp_in_formula(given, results, *, axes, groups, epsilon, replicas, **_):
     average = partial(_mean_of, given=given, axes=axes, groups=groups, replicas=replicas)
     out = {}
     if "y_dot" in results:
-        y_dot = None
+        terms = []
         if "x_dot" in given:
-            y_dot = _factor(given, epsilon) * _widened(given["x_dot"])
+            terms.append(_factor(given, epsilon) * _widened(given["x_dot"]))
         if "residual_dot" in given:
-            y_dot = _add(y_dot, _widened(given["residual_dot"]))
+            terms.append(_widened(given["residual_dot"]))
         dtype = next(given[n].dtype for n in ("x_dot", "residual_dot") if n in given)
-        out["y_dot"] = _selected(y_dot.astype(dtype), given)
+        out["y_dot"] = _selected(_add(*terms).astype(dtype), given)
     if "bias_dot" in results:
         out["bias_dot"] = -_factor(given, epsilon) * average(_widened(given["x_dot"]))
     if "scale_dot" in results:
@@ -651,11 +652,11 @@ def _sums_formula(given, results, *, axes, groups, epsilon, **_):
 
 def _dx_formula(given, results, *, axes, groups, epsilon, replicas, **_):
     """The transpose of `_jvp_in_formula`; ffi/batch_norm_args.h has it as one equation."""
-    out, dx = {}, None
+    out, terms = {}, []
     if "dy" in given:
         out["dresidual"] = g = _selected(given["dy"], given)
         if "dx" in results:
-            dx = _factor(given, epsilon) * _widened(g)
+            terms.append(_factor(given, epsilon) * _widened(g))
     if "dx" not in results:
         return out
     drift = None
@@ -671,9 +672,9 @@ def _dx_formula(given, results, *, axes, groups, epsilon, replicas, **_):
         else:
             reduced = _reduced(drift.ndim, axes, groups)
             n = _number(math.prod(given["x"].shape[i] for i in reduced), drift.dtype) * replicas
-        dx = _add(dx, _masked(drift / n, given))
+        terms.append(_masked(drift / n, given))
     dtype = next(given[n].dtype for n in ("dy", "x") if n in given)
-    return out | {"dx": dx.astype(dtype)}
+    return out | {"dx": _add(*terms).astype(dtype)}
 
 
 def _number(n, dtype):
@@ -681,7 +682,7 @@ def _number(n, dtype):
     return np.asarray(n, dtype) if isinstance(n, int) else jnp.asarray(n).astype(dtype)
 
 
-def _add(*terms):
+def _add(*terms) -> Any:
     """The sum of those that are not None; None if all are."""
     present = [t for t in terms if t is not None]
     return sum(present[1:], present[0]) if present else None
@@ -896,16 +897,12 @@ def _batch(primitive, args, dims, *, names, results, axes, groups, **params):
     """Maps over one more feature dimension where the arrays are mapped beside one, else over a new group."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
     arrays = {d for n, d in zip(names, dims, strict=True) if n in _ARRAYS or n == "bits"}
-    at = arrays.pop() if len(arrays) == 1 else NOT_MAPPED
-    rank = args[0].ndim + (dims[0] is NOT_MAPPED)
-    packed = params["relu"] or "bits" in names
-    beside = (
-        at is not NOT_MAPPED
-        and axes[0] <= at <= axes[-1] + 1
-        and not (packed and at == rank - 1)  # bits are packed along the last dimension
-        and "mask" not in names
-    )
-    at = at if beside else 0
+    last = args[0].ndim - (dims[0] is not NOT_MAPPED)
+    if params["relu"]:
+        last -= 1  # bits are packed along the last dimension, which must stay
+    candidates = range(axes[0], min(axes[-1] + 1, last) + 1)
+    beside = len(arrays) == 1 and arrays <= {*candidates} and "mask" not in names
+    at = arrays.pop() if beside else 0
 
     def place(name, a, d):
         if d is not NOT_MAPPED:

@@ -526,8 +526,6 @@ def _reduced(ndim, axes, groups):
 def _result_shape(name, full, axes, groups):
     if name in _ARRAYS:
         return full
-    if name == "bits":
-        return _bits.shape(full)
     reduced = _reduced(len(full), axes, groups)
     return tuple(1 if i in reduced else n for i, n in enumerate(full))
 
@@ -537,7 +535,13 @@ def _reference(formula):
         given = dict(zip(names, operands, strict=True))
         out = formula(given, results, axes=axes, groups=groups, **params)
         full = _full({n: a.shape for n, a in given.items()})
-        return [jnp.broadcast_to(out[r], _result_shape(r, full, axes, groups)) for r in results]
+        # Bits are those of y, which has the full shape; symbols of their last dimension may be written otherwise.
+        return [
+            out[r]
+            if r == "bits"
+            else jnp.broadcast_to(out[r], _result_shape(r, full, axes, groups))
+            for r in results
+        ]
 
     return reference
 

@@ -146,6 +146,8 @@ def test_symbolic_batch_norm(axis, masked):
         return out, pullback((jnp.cos(out[0]), jnp.zeros_like(out[1]), jnp.zeros_like(out[2])))
 
     _, loaded = round_trip(f, *symbolic, mask)
+    # The formula, which the module for another platform holds.
+    assert round_trip(f, *symbolic, mask, platforms=("tpu",))[1].platforms == ("tpu",)
     for b, c in ((1, 9), (6, 9), (4, 1)):
         shape = tuple(d if isinstance(d, int) else {"c": c}.get(str(d), b - 1) for d in dims)
         rng = np.random.default_rng(b)

@@ -8,8 +8,9 @@ vary, usually the dtype.
 import dataclasses
 import math
 
-OPS = ("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm", "program")
 NORMS = ("layer_norm", "rms_norm")
+BATCH_NORMS = ("batch_norm", "batch_norm_inference")
+OPS = ("softmax", "log_softmax", "relu", "add_relu", *NORMS, *BATCH_NORMS, "program")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TAGS = ("ci", "full", "gpu")
 
@@ -26,7 +27,9 @@ class Case:
     """One operation on one shape.
 
     For a program, `shape` holds its sizes: (batch, heads, length, width) for attention, (tokens,
-    width, hidden) for mlp and norm. Norms have float32 parameters (float64 for float64).
+    width, hidden) for mlp and norm. Norms have float32 parameters (float64 for float64). `axis` is
+    the axis that softmax reduces, or the feature axis of batch_norm, whose `tail` is what follows in
+    the same call: "", "relu" or "add_relu".
     """
 
     op: str
@@ -37,6 +40,7 @@ class Case:
     bias_shape: tuple[int, ...] | None = None
     scale: float | None = None
     program: str = ""
+    tail: str = ""
     tags: frozenset[str] = frozenset()
 
     @property
@@ -45,8 +49,11 @@ class Case:
         parts = ["x".join(map(str, self.shape)), self.dtype]
         if self.program:
             parts.insert(0, self.program)
-        if self.op in ("softmax", "log_softmax") and self.axis not in (-1, len(self.shape) - 1):
+        has_axis = self.op in ("softmax", "log_softmax", *BATCH_NORMS)
+        if has_axis and self.axis not in (-1, len(self.shape) - 1):
             parts.append(f"axis={self.axis}")
+        if self.tail:
+            parts.append(self.tail)
         if self.scale is not None:
             parts.append("scale")
         for name, shape in (("where", self.where_shape), ("bias", self.bias_shape)):
@@ -67,10 +74,14 @@ class Case:
 
     @property
     def parameters(self) -> int:
-        """Arrays of one row that the operation takes, as a norm does."""
-        return {"layer_norm": 2, "rms_norm": 1}.get(
-            "layer_norm" if self.program == "norm" else self.op, 0
-        )
+        """Arrays of one row, or of one number per feature, that the operation takes, as a norm does."""
+        parameters = {"layer_norm": 2, "rms_norm": 1} | dict.fromkeys(BATCH_NORMS, 2)
+        return parameters.get("layer_norm" if self.program == "norm" else self.op, 0)
+
+    @property
+    def arrays(self) -> int:
+        """Arguments of the full shape."""
+        return 2 if self.op == "add_relu" or self.tail == "add_relu" else 1
 
     @property
     def parameter_dtype(self) -> str:
@@ -82,7 +93,7 @@ class Case:
 
     @property
     def columns(self) -> int:
-        """Length of the reduced axis; of the last one where nothing is reduced."""
+        """Length of the reduced axis, of the feature axis, or of the last one where there is neither."""
         shape = self.array_shape
         return shape[self.axis] if shape else 1
 
@@ -96,8 +107,10 @@ class Case:
         """Directions that mean something for this case, without "together"."""
         if self.program:
             return ("grad",)
-        if self.op in ("relu", "add_relu", *NORMS):
+        if self.op in ("relu", "add_relu", *NORMS, "batch_norm"):
             return ("forward", "forward_train", "backward")
+        if self.op == "batch_norm_inference":
+            return ("forward",)
         return ("forward", "backward")
 
     def min_bytes(self, direction: str) -> int:
@@ -109,9 +122,13 @@ class Case:
         (one byte an element) and `bias` are read by forward once at their own size; backward does
         not need them, as y is 0 where `where` is false. Together: x and dy are read, y and dx
         written. A norm reads its parameters; training forward writes the statistics of each row,
-        backward reads them, x, dy and scale, and writes dx and the parameters' gradients. A program
-        counts the operation inside it alone, forward and backward, not its matrix products.
+        backward reads them, x, dy and scale, and writes dx and the parameters' gradients. batch_norm
+        reads x twice forward, and x, dy and the bits of a ReLU twice backward: what a feature needs
+        is known only when all of it was seen. A program counts the operation inside it alone, forward
+        and backward, not its matrix products.
         """
+        if self.op in BATCH_NORMS:
+            return self._batch_norm_bytes(direction)
         if self.parameters:
             return self._norm_bytes(direction)
         n = self.nbytes
@@ -138,6 +155,26 @@ class Case:
                 return 4 * n + operands
             case "grad":
                 return forward + mask + backward
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+
+    def _batch_norm_bytes(self, direction: str) -> int:
+        n, feature = self.nbytes, self.columns * ITEMSIZE[self.parameter_dtype]
+        last = self.shape[-1]
+        bits = self.size // max(last, 1) * -(-last // 8) if self.tail else 0
+        residual = n * (self.arrays - 1)
+        if self.op == "batch_norm_inference":
+            return 2 * n + residual + 4 * feature
+        forward = 3 * n + residual + 4 * feature
+        backward = 5 * n + 2 * bits + residual + 5 * feature
+        match direction:
+            case "forward":
+                return forward
+            case "forward_train":
+                return forward + bits
+            case "backward":
+                return backward
+            case "together":
+                return forward + bits + backward
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
     def _norm_bytes(self, direction: str) -> int:
@@ -250,6 +287,43 @@ def _norm_cases(op: str) -> list[Case]:
     return _tagged(ci, full)
 
 
+def _batch_norm_cases(op: str) -> list[Case]:
+    tails = ("", "relu", "add_relu")
+    ci = [
+        Case(op, shape, axis=axis, tail=tail)
+        for shape, axis in (((16, 28, 28, 64), -1), ((16, 64, 28, 28), 1), ((16, 512, 7, 7), 1))
+        for tail in tails
+    ]
+    ci += [
+        Case(op, (16, 28, 28, 64), dtype="bfloat16", tail="relu"),
+        Case(op, (16, 28, 28, 64), dtype="float16", tail="relu"),
+        Case(op, (16, 64, 28, 28), axis=1, dtype="bfloat16", tail="add_relu"),
+        Case(op, (16, 7, 7, 512), tail="add_relu"),
+        Case(op, (32, 56, 56, 8), tail="relu"),
+        Case(op, (4096, 256)),
+        Case(op, (65536, 17), tail="relu"),
+        Case(op, (8, 3, 224, 224), axis=1),
+        Case(op, (4, 8, 14, 14, 64), tail="relu"),
+    ]
+    half = {"dtype": "float16"}
+    full = [
+        Case(op, (16, 32, 112, 112), axis=1, tail="relu", **half),
+        Case(op, (16, 112, 112, 32), tail="relu", **half),
+        Case(op, (256, 112, 112, 64), tail="relu", **half),
+        Case(op, (256, 56, 56, 64), tail="relu", **half),
+        Case(op, (256, 56, 56, 256), tail="relu", **half),
+        Case(op, (256, 28, 28, 512), tail="relu", **half),
+        Case(op, (256, 14, 14, 1024), tail="relu", **half),
+        Case(op, (256, 7, 7, 2048), tail="relu", **half),
+        Case(op, (256, 256, 56, 56), axis=1, tail="relu", **half),
+        Case(op, (256, 56, 56, 256), tail="add_relu", **half),
+        Case(op, (256, 28, 28, 512), tail="add_relu", **half),
+        Case(op, (256, 14, 14, 1024), tail="add_relu", **half),
+        Case(op, (256, 56, 56, 256), **half),
+    ]
+    return _tagged(ci, full)
+
+
 def _program_cases() -> list[Case]:
     def attention(batch, heads, length, width, **changes):
         shape, where = (batch, heads, length, width), (batch, 1, 1, length)
@@ -289,6 +363,8 @@ ALL = (
     *_relu_cases("add_relu"),
     *_norm_cases("layer_norm"),
     *_norm_cases("rms_norm"),
+    *_batch_norm_cases("batch_norm"),
+    *_batch_norm_cases("batch_norm_inference"),
     *_program_cases(),
 )
 

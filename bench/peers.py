@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from bench.cases import NORMS, Case
+from bench.cases import BATCH_NORMS, NORMS, Case
 from bench.timing import Data, residual_bytes
 from jaxnorm import _timing
 
@@ -73,6 +73,24 @@ def _xla_norm(x, scale, bias=None, *, center, epsilon=1e-6):
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
+def _xla_batch_norm(
+    x, *statistics_and_parameters, axis=-1, epsilon=1e-5, residual=None, activation=None
+):
+    """As Flax computes it by default: variance as mean(x^2) - mean(x)^2, in one pass."""
+    *statistics, scale, bias = statistics_and_parameters
+    reduced = [i for i in range(x.ndim) if i != axis % x.ndim]
+    y = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    mean, variance = statistics or (jnp.mean(y, reduced), jnp.mean(y * y, reduced))
+    if not statistics:
+        variance = jnp.maximum(0, variance - mean * mean)
+    factor = jax.lax.rsqrt(variance + epsilon) * scale
+    y = (y - jnp.expand_dims(mean, reduced)) * jnp.expand_dims(factor, reduced)
+    y = y + jnp.expand_dims(bias, reduced)
+    y = (y if residual is None else y + residual).astype(x.dtype)
+    y = y if activation is None else jax.nn.relu(y)
+    return y if statistics else (y, mean, variance)
+
+
 _XLA_OPS = {
     "softmax": functools.partial(_xla_softmax, jax.nn.softmax),
     "log_softmax": functools.partial(_xla_softmax, jax.nn.log_softmax),
@@ -80,6 +98,8 @@ _XLA_OPS = {
     "add_relu": lambda x, y: jax.nn.relu(x + y),
     "layer_norm": functools.partial(_xla_norm, center=True),
     "rms_norm": functools.partial(_xla_norm, center=False),
+    "batch_norm": _xla_batch_norm,
+    "batch_norm_inference": _xla_batch_norm,
 }
 
 
@@ -102,6 +122,8 @@ def jax_function(name: str, case: Case) -> Callable:
     op = jax_operation(name, "softmax" if case.program else case.op)
     if case.op in ("relu", "add_relu", *NORMS):
         return op
+    if case.op in BATCH_NORMS:
+        return functools.partial(_batch_norm, op, case)
 
     def softmax(x, *fixed):
         rest = iter(fixed)
@@ -116,6 +138,15 @@ def jax_function(name: str, case: Case) -> Callable:
     return attention if case.program == "attention" else softmax
 
 
+def _batch_norm(op, case, x, *rest):
+    """The result of `op` for a case: of training without the statistics."""
+    residual, scale, bias = rest if len(rest) == 3 else (None, *rest)
+    kw = {"axis": case.axis, "residual": residual, "activation": "relu" if case.tail else None}
+    if case.op == "batch_norm":
+        return op(x, scale, bias, **kw)[0]
+    return op(x, bias, scale * scale, scale, bias, **kw)
+
+
 def _prepare_jax(name, case, direction, data) -> Prepared:
     function, fixed, sets = jax_function(name, case), data.fixed, data.sets
     if direction == "forward":
@@ -123,7 +154,7 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
         return Prepared(_timing.Workload(lambda i: forward(*data.args[i], *fixed), sets))
     if direction in ("forward_train", "backward"):
         forward, backward = _timing.split_vjp(
-            function, data.args[0], fixed, cotangents=1 + case.parameters
+            function, data.args[0], fixed, cotangents=_cotangents(case)
         )
         if direction == "forward_train":
             kept = residual_bytes(jax.eval_shape(forward, data.args[0], fixed)[1])
@@ -139,11 +170,16 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
     def gradients(args, fixed, dy):
         y, vjp = jax.vjp(lambda *args: function(*args, *fixed), *args)
         dx = vjp(dy)
-        return (y, *dx[: 1 + case.parameters]) if with_result else dx
+        return (y, *dx[: _cotangents(case)]) if with_result else dx
 
     return Prepared(
         _timing.Workload(lambda i: gradients(data.args[i], fixed, data.cotangents[i]), sets)
     )
+
+
+def _cotangents(case) -> int:
+    """How many cotangents backward returns: those of add_relu are one array."""
+    return (case.arrays if case.tail else 1) + case.parameters
 
 
 # ---- PyTorch and libraries on top of it ----
@@ -175,6 +211,17 @@ def _torch_function(case: Case) -> Callable:
             return torch.nn.functional.rms_norm(x, scale.shape, scale, 1e-6)
         return torch.nn.functional.layer_norm(x, scale.shape, scale, bias.to(x.dtype), 1e-6)
 
+    def batch_norm(x, *rest):
+        residual, scale, bias = rest if len(rest) == 3 else (None, *rest)
+        statistics = (None, None) if case.op == "batch_norm" else (bias, scale * scale)
+        y = torch.nn.functional.batch_norm(  # NHWC is channels_last, seen from here
+            x.movedim(case.axis, 1), *statistics, scale, bias, statistics[0] is None, 0.0, 1e-5
+        ).movedim(1, case.axis)
+        y = y if residual is None else y + residual
+        return torch.relu(y) if case.tail else y
+
+    if case.op in BATCH_NORMS:
+        return batch_norm
     if case.program == "mlp":
         return lambda x, w1, w2: torch.relu(x @ w1) @ w2
     if case.program == "norm":

@@ -59,7 +59,7 @@ def argument_shapes(case: Case) -> list[tuple[int, ...]]:
         tokens, width, hidden = case.shape
         shapes = [(tokens, width), (width, hidden), (hidden, width)]
     else:
-        shapes = [case.shape] * (2 if case.op == "add_relu" else 1)
+        shapes = [case.shape] * case.arrays
     return shapes + [(case.columns,)] * case.parameters
 
 

@@ -158,16 +158,18 @@ def define_dce(primitive: Primitive, prune: Callable) -> None:
 
     Args:
       primitive: whose calls are pruned.
-      prune: (which results are used, parameters) -> (parameters, which operands the smaller call takes).
+      prune: (which results are used, parameters) -> (parameters, which operands the smaller call takes), or None where
+        no call is smaller.
     """
 
     def rule(used, *rest):  # (used, eqn) before JAX 0.12, (used, live_ins, eqn) from then on
         eqn = rest[-1]
         if not any(used):
             return [False] * len(eqn.invars), None
-        if all(used):
+        smaller = None if all(used) else prune(used, eqn.params)
+        if smaller is None:
             return [True] * len(eqn.invars), eqn
-        params, taken = prune(used, eqn.params)
+        params, taken = smaller
         invars = [v for v, t in zip(eqn.invars, taken, strict=True) if t]
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
         return taken, eqn.replace(invars=invars, outvars=outvars, params=params)
@@ -201,6 +203,7 @@ def define_primitive(
     partition: Callable[..., Partition],
     fits: Callable[..., bool] = lambda *avals, **params: True,
     scratch: Callable[..., int] | None = None,
+    platforms: tuple[str, ...] = _lib.PLATFORMS,
 ) -> Primitive:
     """Builds the primitive `jaxnorm_<name>`, which has several results, from its parts.
 
@@ -217,6 +220,7 @@ def define_primitive(
       fits: (*avals, **params) -> whether the kernels take such a call; they must not fail for what they cannot do.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
         additional result.
+      platforms: those that have kernels.
 
     Returns:
       The primitive, without differentiation and batching rules.
@@ -304,7 +308,7 @@ def define_primitive(
         return results if extra is None else results[:-1]
 
     mlir.register_lowering(primitive, lower_default)
-    for platform in _lib.PLATFORMS:
+    for platform in platforms:
         mlir.register_lowering(
             primitive, functools.partial(lower_kernel, platform), platform=platform
         )

@@ -12,13 +12,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.custom_partitioning import CompoundFactor
 from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
-from jaxnorm import _check
+from jaxnorm import _bits, _check
 from jaxnorm._primitive import (
     NOT_MAPPED,
     Partition,
@@ -28,7 +26,6 @@ from jaxnorm._primitive import (
     define_primitive,
     mesh_size,
     sharding_factors,
-    spec_of,
     vary_alike,
 )
 
@@ -113,67 +110,33 @@ def _formula(x, z=None, *, implementation=None):
     return [jnp.maximum(x if z is None else x + z, jnp.zeros((), x.dtype))]
 
 
-def _mask_columns(columns):
-    return -(-columns // 8)
-
-
 def _fwd_reference(x, z=None, *, implementation=None):
     del implementation
     (y,) = _formula(x, z)
-    return [y, jnp.packbits(y > 0, axis=-1, bitorder="little")]
+    return [y, _bits.pack(y > 0)]
 
 
 def _bwd_reference(mask, t, *, implementation=None):
     del implementation
-    bits = jnp.unpackbits(mask, axis=-1, bitorder="little", count=t.shape[-1])
-    return [jnp.where(bits.astype(bool), t, jnp.zeros((), t.dtype))]
+    return [_bits.select(mask, t)]
 
 
 # ---- shardings: every axis may be cut; the last one changes what a byte of the mask holds ----
 
 
-def _mask_entry(entry, columns, shards):
-    """How the mask's last axis is cut when x's is: alike if each block holds whole bytes, else not at all."""
-    return entry if columns % (8 * shards) == 0 else None
-
-
-def _leading(rank):
-    return tuple(f"d{i}" for i in range(rank - 1))
-
-
-def _factors(mesh, shape):
-    """(dimensions of x, dimensions of the mask, factor sizes): a byte of the mask is eight columns of x.
-
-    The two are tied where every way to cut the columns leaves whole bytes; else cutting x says nothing about the mask.
-    """
-    lead, columns = _leading(len(shape)), shape[-1]
-    if columns % (8 * mesh.size):
-        return (*lead, "c"), (*lead, "m"), {}
-    return (*lead, CompoundFactor("m", "b")), (*lead, "m"), {"b": 8}
-
-
 def _local_fwd(names, blocks, x, z=None, **_):
-    """Blocks that hold no whole bytes: each device sets its own bits of the whole mask."""
     (y,) = _formula(x, z)
-    columns = y.shape[-1]
-    whole = jnp.zeros((*y.shape[:-1], columns * blocks), bool)
-    start = jax.lax.axis_index(names) * columns
-    whole = jax.lax.dynamic_update_slice_in_dim(whole, y > 0, start, axis=-1)
-    return [y, jax.lax.psum(jnp.packbits(whole, axis=-1, bitorder="little"), names)]
+    return [y, _bits.pack_block(names, blocks, y > 0)]
 
 
 def _local_bwd(names, blocks, mask, t, **_):
-    columns = t.shape[-1]
-    bits = jnp.unpackbits(mask, axis=-1, bitorder="little", count=columns * blocks)
-    start = jax.lax.axis_index(names) * columns
-    bits = jax.lax.dynamic_slice_in_dim(bits, start, columns, axis=-1)
-    return [jnp.where(bits.astype(bool), t, jnp.zeros((), t.dtype))]
+    return [_bits.select_block(names, blocks, mask, t)]
 
 
 def _partition(local, mesh, x_spec, x_shape):
     """(spec of x, spec of the mask, what a device runs if it is not the primitive itself)."""
     names, blocks = axis_names(x_spec[-1]), mesh_size(mesh, x_spec[-1])
-    mask_spec = (*x_spec[:-1], _mask_entry(x_spec[-1], x_shape[-1], blocks))
+    mask_spec = (*x_spec[:-1], _bits.entry(x_spec[-1], x_shape[-1], blocks))
     needs_local = names and mask_spec[-1] is None
     return x_spec, mask_spec, partial(local, names, blocks) if needs_local else None
 
@@ -218,16 +181,11 @@ batching.primitive_batchers[relu_p] = partial(_batch, relu_p)
 
 
 def _fwd_abstract(x, *_, implementation):
-    spec, columns = spec_of(x), x.shape[-1]
-    last = spec[-1]
-    if last is not None:
-        last = _mask_entry(last, columns, mesh_size(x.sharding.mesh, last))
-    mask_shape = (*x.shape[:-1], _mask_columns(columns))
-    return [aval_like(x), aval_like(x, mask_shape, np.uint8, (*spec[:-1], last))]
+    return [aval_like(x), _bits.aval(x)]
 
 
 def _fwd_rule(mesh, operand_shapes, _, *, implementation):
-    x, mask, sizes = _factors(mesh, operand_shapes[0])
+    x, mask, sizes = _bits.factors(mesh, operand_shapes[0])
     return sharding_factors([x for _ in operand_shapes], [x, mask], sizes)
 
 
@@ -266,7 +224,7 @@ batching.primitive_batchers[relu_fwd_p] = partial(_batch, relu_fwd_p)
 
 
 def _bwd_rule(mesh, operand_shapes, _, *, implementation):
-    x, mask, sizes = _factors(mesh, operand_shapes[1])
+    x, mask, sizes = _bits.factors(mesh, operand_shapes[1])
     return sharding_factors([mask, x], [x], sizes)
 
 

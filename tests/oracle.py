@@ -224,6 +224,76 @@ def norm_vjp(x, dy, scale=None, dsum=None, scale_offset=0.0, sizes=False, **opti
         return dx, np.sum(dy * size(xhat), rows), np.sum(dy, rows)
 
 
+# ---- batch_norm ----
+
+
+def batch_norm_parts(x, axis=-1, epsilon=1e-5, mask=None, mean=None, var=None):
+    """(xhat, rstd, keep / n, reduced axes, mean, var); n counts what the mask keeps of a feature.
+
+    With mean and var, which have the features' shape, nothing is reduced for them.
+    """
+    x = f64(x).astype(
+        np.longdouble
+    )  # a large mean leaves few digits of a float64's deviation from it
+    features = _axes(axis, x.ndim)
+    reduced = tuple(i for i in range(x.ndim) if i not in features)
+    keep = np.broadcast_to(True if mask is None else mask, x.shape)
+    n = np.sum(keep, reduced, keepdims=True, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        if mean is None:
+            mean = np.sum(np.where(keep, x, 0.0), reduced, keepdims=True) / n
+            mean += np.sum(np.where(keep, x - mean, 0.0), reduced, keepdims=True) / n
+            var = np.sum(np.where(keep, x - mean, 0.0) ** 2, reduced, keepdims=True) / n
+        else:
+            mean, var = (np.expand_dims(f64(a), reduced) for a in (mean, var))
+        rstd = 1 / np.sqrt(var + epsilon)
+        return f64((x - mean) * rstd), f64(rstd), keep / n, reduced, f64(mean), f64(var)
+
+
+def batch_norm(x, scale=None, bias=None, residual=None, relu=False, **options):
+    """(y, mean, var), the latter two with the features' shape."""
+    xhat, _, _, reduced, mean, var = batch_norm_parts(x, **options)
+    with np.errstate(all="ignore"):
+        y = xhat if scale is None else xhat * np.expand_dims(f64(scale), reduced)
+        y = y if bias is None else y + np.expand_dims(f64(bias), reduced)
+        y = y if residual is None else y + f64(residual)
+    if relu:
+        y = np.where(np.isnan(y), np.nan, np.where(y > 0, y, 0.0))
+    return y, np.squeeze(mean, reduced), np.squeeze(var, reduced)
+
+
+def batch_norm_vjp(x, dy, scale=None, dmean=None, dvar=None, positive=None, sizes=False, **options):
+    """Cotangents of (x, scale, bias, residual); with `sizes`, of the terms that they are the sums of.
+
+    Args:
+      x: as for `batch_norm`.
+      dy: cotangent of y.
+      scale: as for `batch_norm`.
+      dmean: cotangent of the mean, with the features' shape; None is zero.
+      dvar: that of the variance.
+      positive: where y > 0, if there is a ReLU.
+      sizes: see above.
+      **options: of `batch_norm_parts`; with a mean in them, x has no part in the statistics.
+    """
+    xhat, rstd, part, reduced, _, _ = batch_norm_parts(x, **options)
+    size, sign = (np.abs, 1) if sizes else (lambda a: a, -1)
+    g = f64(dy) if positive is None else np.where(positive, f64(dy), 0.0)
+    g = size(g)
+    with np.errstate(all="ignore"):
+        dbias = np.sum(g, reduced, keepdims=True)
+        dscale = np.sum(g * size(xhat), reduced, keepdims=True)
+        factor = rstd if scale is None else rstd * size(np.expand_dims(f64(scale), reduced))
+        dx = factor * g
+        if "mean" not in options:
+            drift = factor * (dbias + size(xhat) * dscale)
+            dx = dx + sign * np.where(part != 0, part * drift, 0.0)
+            for ct, slope in ((dmean, 1.0), (dvar, 2 * size(xhat) / rstd)):
+                if ct is not None:
+                    term = size(np.expand_dims(f64(ct), reduced)) * slope
+                    dx = dx + np.where(part != 0, part * term, 0.0)
+    return dx, np.squeeze(dscale, reduced), np.squeeze(dbias, reduced), g
+
+
 # ---- sizes: what an error of a derivative is relative to ----
 
 
@@ -252,8 +322,8 @@ def softmax_vjp_size(x, ct, axis=-1, where=None, scale=None, bias=None, log=Fals
 def relative_error(actual, expected, dtype: str, size=None) -> float:
     """Largest error of an element, relative to `size`.
 
-    By default that is the element's own size, or the mean of all of them where it is smaller. A result below the smallest
-    normal number may have become 0, as compilers and GPUs do.
+    By default that is the element's own size, or the mean of all of them where it is smaller. A result below the
+    smallest normal number may have become 0, as compilers and GPUs do.
     """
     expected = np.asarray(expected, np.float64)
     finite = np.isfinite(expected)

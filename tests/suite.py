@@ -30,11 +30,13 @@ class Op:
       reference: the same in jax.nn and jax.numpy.
       shapes: of the arguments; the first is the shape of the result.
       forward, backward: names of the primitives that the gradient must consist of.
-      tangent: name of the one that applies the derivative in forward mode.
+      tangent: names of those that apply the derivative in forward mode.
       residuals: (shape, dtype) of all that the derivative keeps; dtype "=" is the input's, "acc" that of sums.
       checkpoint_name: under which a checkpoint policy finds what forward computes of them.
       named: (shape, dtype) of those; None if that is not to be tested.
       keeps_result: whether the result is among them.
+      again: names of the primitives that must run again for the result where it is not.
+      backward_each: what backward consists of for each argument alone, if not of the same.
       dtypes: under test. Variants of one operation are not repeated for every dtype.
     """
 
@@ -42,14 +44,20 @@ class Op:
     function: Callable
     reference: Callable
     shapes: tuple[tuple[int, ...], ...]
-    forward: str
-    backward: str
-    tangent: str
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    tangent: tuple[str, ...]
     residuals: tuple
     checkpoint_name: str
     named: tuple | None
     keeps_result: bool = False
     dtypes: tuple[str, ...] = DTYPES
+    again: tuple[str, ...] | None = None
+    backward_each: tuple[tuple[str, ...], ...] | None = None
+
+    def backward_of(self, argument: int) -> tuple[str, ...]:
+        """What the gradient of one argument alone has besides forward."""
+        return self.backward if self.backward_each is None else self.backward_each[argument]
 
     def dtype_of(self, residual: str, dtype: str) -> str:
         """Name of the dtype that a residual has when the arguments have `dtype`."""
@@ -111,9 +119,9 @@ def _softmax_op(log, variant, dtypes):
         f,
         g,
         shapes,
-        "jaxnorm_softmax_fwd",
-        "jaxnorm_softmax_bwd",
-        "jaxnorm_softmax_bwd",
+        ("jaxnorm_softmax_fwd",),
+        ("jaxnorm_softmax_bwd",),
+        ("jaxnorm_softmax_bwd",),
         residuals,
         f"jaxnorm_{name}",
         residuals,
@@ -167,14 +175,133 @@ def _norm_op(name, variant, dtypes):
         f,
         g,
         shapes,
-        "jaxnorm_norm_fwd",
-        "jaxnorm_norm_bwd",
-        "jaxnorm_norm_jvp",
+        ("jaxnorm_norm_fwd",),
+        ("jaxnorm_norm_bwd",),
+        ("jaxnorm_norm_jvp",),
         residuals and residuals + named,
         f"jaxnorm_{name}",
         named,
         False,
         dtypes,
+    )
+
+
+def _formula_of_batch_norm(
+    x, scale=None, bias=None, *, residual=None, relu=False, axis=-1, mask=None, epsilon=_EPSILON
+):
+    """(y, mean, var) as Flax writes it, without use_fast_variance."""
+    reduced = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+    mean = jnp.mean(x, reduced, where=mask)
+    var = jnp.mean((x - jnp.expand_dims(mean, reduced)) ** 2, reduced, where=mask)
+    y = _formula_of_inference(
+        x, mean, var, scale, bias, residual=residual, relu=relu, axis=axis, epsilon=epsilon
+    )
+    return y, mean, var
+
+
+def _formula_of_inference(
+    x, mean, var, scale=None, bias=None, *, residual=None, relu=False, axis=-1, epsilon=_EPSILON
+):
+    reduced = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+    mean, var = jnp.expand_dims(mean, reduced), jnp.expand_dims(var, reduced)
+    y = (x - mean) * jax.lax.rsqrt(var + np.asarray(epsilon, x.dtype))
+    y = y if scale is None else y * jnp.expand_dims(scale, reduced)
+    y = y if bias is None else y + jnp.expand_dims(bias, reduced)
+    y = y if residual is None else y + residual
+    return jnp.where(y > 0, y, 0) if relu else y
+
+
+_SUMS, _DX = "jaxnorm_batch_norm_sums", "jaxnorm_batch_norm_dx"
+_COUNTED = np.array([[[True], [True], [False]], [[False], [True], [True]]])
+
+
+def _batch_norm_op(variant, dtypes):
+    """Batch normalisation of 6 elements (masked: 4) per feature; of 18 channels first."""
+    function = functools.partial(jaxnorm.batch_norm, epsilon=_EPSILON)
+    shapes, stats, each = (_SHAPE, (9,), (9,)), (1, 1, 9), ((_SUMS, _DX), (_SUMS,), (_SUMS,))
+    residuals, named = None, ()
+    f, g = (lambda *args: function(*args)[0]), (lambda *args: _formula_of_batch_norm(*args)[0])
+    if variant == "":
+        residuals = ((_SHAPE, "="), (stats, "acc"))
+    elif variant == "channels_first":
+        shapes, stats = (_SHAPE, (3,), (3,)), (1, 3, 1)
+        f = lambda *args: function(*args, axis=1)[0]  # noqa: E731
+        g = lambda *args: _formula_of_batch_norm(*args, axis=1)[0]  # noqa: E731
+    elif variant == "masked":
+        named = ((stats, "acc"),)  # the count
+        f = lambda *args: function(*args, mask=jnp.asarray(_COUNTED))[0]  # noqa: E731
+        g = lambda *args: _formula_of_batch_norm(*args, mask=_COUNTED)[0]  # noqa: E731
+    elif variant == "relu":
+        shapes, each = (_SHAPE, _SHAPE, (9,)), ((_SUMS, _DX), (_DX,), (_SUMS,))
+        named = (((2, 3, 2), "uint8"),)
+        residuals = ((_SHAPE, "="), (stats, "acc"))
+
+        def f(x, residual, scale):
+            return function(x, scale, residual=residual, activation="relu")[0]
+
+        def g(x, residual, scale):
+            return _formula_of_batch_norm(x, scale, residual=residual, relu=True)[0]
+
+    else:  # all three results count
+
+        def use(y, mean, var):
+            return y + mean.astype(y.dtype) - var.astype(y.dtype) * np.asarray(0.25, y.dtype)
+
+        def f(*args):
+            return use(*function(*args))
+
+        def g(*args):
+            return use(*_formula_of_batch_norm(*args))
+
+    named = ((stats, "acc"),) * 2 + named
+    return Op(
+        "batch_norm" + variant,
+        f,
+        g,
+        shapes,
+        ("jaxnorm_batch_norm_stats", "jaxnorm_batch_norm_fwd"),
+        (_SUMS, _DX),
+        ("jaxnorm_batch_norm_jvp_in", "jaxnorm_batch_norm_jvp_out"),
+        residuals and residuals + named,
+        "jaxnorm_batch_norm",
+        named,
+        False,
+        dtypes,
+        ("jaxnorm_batch_norm_fwd",),
+        each,
+    )
+
+
+def _inference_op(variant, dtypes):
+    def variance(v):
+        return jnp.square(v) + np.asarray(0.5, v.dtype)
+
+    def f(x, a, b):
+        if variant == "":
+            return jaxnorm.batch_norm_inference(x, a, variance(b), epsilon=_EPSILON)
+        mean, var = jnp.ones_like(a), jnp.full_like(a, 0.5)
+        return jaxnorm.batch_norm_inference(x, mean, var, a, b, epsilon=_EPSILON, activation="relu")
+
+    def g(x, a, b):
+        if variant == "":
+            return _formula_of_inference(x, a, variance(b))
+        return _formula_of_inference(x, jnp.ones_like(a), jnp.full_like(a, 0.5), a, b, relu=True)
+
+    return Op(
+        "batch_norm_inference" + variant,
+        f,
+        g,
+        (_SHAPE, (9,), (9,)),
+        ("jaxnorm_batch_norm_fwd",),
+        (_SUMS, _DX),
+        ("jaxnorm_batch_norm_jvp_in", "jaxnorm_batch_norm_jvp_out"),
+        None,
+        "jaxnorm_batch_norm",
+        None,
+        False,
+        dtypes,
+        ("jaxnorm_batch_norm_fwd",),
+        ((_DX,), (_SUMS,), (_SUMS,)),
     )
 
 
@@ -194,14 +321,21 @@ OPS = {
         _norm_op("rms_norm", "", DTYPES),
         _norm_op("rms_norm", "masked", ("float32",)),
         _norm_op("rms_norm", "residual", ("bfloat16", "float32")),
+        _batch_norm_op("", DTYPES),
+        _batch_norm_op("channels_first", ("float32",)),
+        _batch_norm_op("masked", ("float32",)),
+        _batch_norm_op("relu", ("float32", "float64")),
+        _batch_norm_op("statistics", ("float32",)),
+        _inference_op("", ("bfloat16", "float32")),
+        _inference_op("relu", ("float32",)),
         Op(
             "relu",
             jaxnorm.relu,
             lambda x: jnp.where(x > 0, x, 0),
             (_SHAPE,),
-            "jaxnorm_relu_fwd",
-            "jaxnorm_relu_bwd",
-            "jaxnorm_relu_bwd",
+            ("jaxnorm_relu_fwd",),
+            ("jaxnorm_relu_bwd",),
+            ("jaxnorm_relu_bwd",),
             (((2, 3, 2), "uint8"),),
             "jaxnorm_relu_mask",
             (((2, 3, 2), "uint8"),),
@@ -211,9 +345,9 @@ OPS = {
             jaxnorm.add_relu,
             lambda x, y: jnp.where(x + y > 0, x + y, 0),
             (_SHAPE, _SHAPE),
-            "jaxnorm_relu_fwd",
-            "jaxnorm_relu_bwd",
-            "jaxnorm_relu_bwd",
+            ("jaxnorm_relu_fwd",),
+            ("jaxnorm_relu_bwd",),
+            ("jaxnorm_relu_bwd",),
             (((2, 3, 2), "uint8"),),
             "jaxnorm_relu_mask",
             (((2, 3, 2), "uint8"),),

@@ -92,6 +92,12 @@ def test_select():
         (Case("add_relu", (5, 9), dtype="bfloat16"), "forward", 270),
         (Case("add_relu", (5, 9), dtype="bfloat16"), "forward_train", 280),
         (Case("add_relu", (5, 9), dtype="bfloat16"), "backward", 190),
+        # x is read twice; four features of 4 bytes, mean, var, scale and bias.
+        (Case("batch_norm", (5, 4), dtype="bfloat16"), "forward", 120 + 64),
+        # 10 rows of one byte of bits, and a residual.
+        (Case("batch_norm", (2, 4, 5), axis=1, tail="add_relu"), "forward_train", 640 + 64 + 8),
+        (Case("batch_norm", (2, 4, 5), axis=1, tail="add_relu"), "backward", 960 + 16 + 80),
+        (Case("batch_norm_inference", (5, 4), tail="relu"), "forward", 160 + 64),
         # Scores 1 x 2 x 3 x 3 = 18 floats, five passes and a mask of 3 bytes.
         (
             Case("program", (1, 2, 3, 4), program="attention", where_shape=(1, 1, 1, 3)),
@@ -259,6 +265,10 @@ SMALL = [
     Case("layer_norm", (4, 6), dtype="bfloat16"),
     Case("rms_norm", (4, 6), dtype="float16"),
     Case("program", (6, 4, 8), program="norm"),
+    Case("batch_norm", (6, 5)),
+    Case("batch_norm", (6, 5, 9), axis=1, tail="add_relu"),
+    Case("batch_norm", (6, 7), dtype="bfloat16", tail="relu"),
+    Case("batch_norm_inference", (6, 5, 9), axis=1, tail="add_relu"),
 ]
 
 

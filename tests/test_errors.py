@@ -82,6 +82,30 @@ LAYER_NORM_CASES = NORM_CASES | {
 RMS_NORM_CASES = NORM_CASES | {
     "array scale_offset": ("scale_offset", TypeError, {"scale_offset": jnp.float32(1)}),
 }
+BATCH_NORM_CASES = {
+    name: case
+    for name, case in LAYER_NORM_CASES.items()
+    if case[0] not in ("scale", "bias") or "integer" in name
+} | {
+    "axis None": ("axis", TypeError, {"axis": None}),
+    "scale of other size": ("scale", ValueError, {"scale": jnp.ones((3,), "float32")}),
+    "scale of one axis": ("scale", ValueError, {"scale": X[0, 0], "axis": (1, 2)}),
+    "bias of other size": ("bias", ValueError, {"bias": jnp.ones((3,), "float32")}),
+    "activation": ("activation", ValueError, {"activation": "gelu"}),
+    "function as activation": ("activation", ValueError, {"activation": jax.nn.relu}),
+    "unbound axis_name": ("axis_name", ValueError, {"axis_name": "devices"}),
+    "groups without axis_name": ("axis_index_groups", ValueError, {"axis_index_groups": [[0]]}),
+}
+INFERENCE_CASES = {
+    name: case
+    for name, case in BATCH_NORM_CASES.items()
+    if case[0] not in ("mask", "axis_name", "axis_index_groups")
+} | {
+    "integer mean": ("mean", TypeError, {"mean": jnp.ones((4,), int)}),
+    "mean of other size": ("mean", ValueError, {"mean": jnp.ones((3,), "float32")}),
+    "no var": ("var", TypeError, {"var": None}),
+    "var of other size": ("var", ValueError, {"var": jnp.ones((1, 4), "float32")}),
+}
 CASES = [
     *(
         (op, name, case)
@@ -92,6 +116,8 @@ CASES = [
     *(("add_relu", name, case) for name, case in ADD_RELU_CASES.items()),
     *(("layer_norm", name, case) for name, case in LAYER_NORM_CASES.items()),
     *(("rms_norm", name, case) for name, case in RMS_NORM_CASES.items()),
+    *(("batch_norm", name, case) for name, case in BATCH_NORM_CASES.items()),
+    *(("batch_norm_inference", name, case) for name, case in INFERENCE_CASES.items()),
 ]
 cases = pytest.mark.parametrize(
     ("op", "case"), [pytest.param(op, case, id=f"{op}-{name}") for op, name, case in CASES]
@@ -104,6 +130,8 @@ def call(op, kw, x=None):
     if x is not None:
         given = x
     args = (kw.pop("y"),) if "y" in kw else ()
+    if op == "batch_norm_inference":
+        kw = {"mean": X[0, 0], "var": X[0, 0]} | kw
     return getattr(jaxnorm, op)(given, *args, **kw)
 
 
@@ -147,20 +175,48 @@ def test_traced_operands(op):
         jax.jit(lambda x, b: f(x, bias=b))(X, jnp.ones((5,), "float32"))
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    ("groups", "error"),
+    [([[0, 1], [2]], "one length"), ([[0, 1]], "index"), ([[0, 1], [1, 2]], "index")],
+)
+def test_axis_index_groups(groups, error):
+    """Uneven, incomplete and overlapping groups."""
+    f = lambda x: jaxnorm.batch_norm(x, axis_name="i", axis_index_groups=groups)  # noqa: E731
+    with expect("batch_norm", "axis_index_groups", ValueError) as info:
+        jax.vmap(f, axis_name="i")(jnp.ones((4, 2, 3)))
+    assert error in str(info.value)
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm", "batch_norm"])
 def test_vmap_to_a_scalar(op):
     """What is left under vmap is a scalar: the message speaks of what the mapped function sees."""
     with expect(op, "x", ValueError):
         jax.vmap(getattr(jaxnorm, op))(jnp.ones(3, "float32"))
 
 
-@pytest.mark.parametrize(
-    "op", ["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"]
+every_op = pytest.mark.parametrize(
+    "op",
+    [
+        *("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"),
+        *("batch_norm", "batch_norm_inference"),
+    ],
 )
+
+
+def kernel_call(op):
+    """(function of arrays that returns one, arguments)."""
+    function = getattr(jaxnorm, op)
+    if op == "batch_norm":
+        return (lambda x, **kw: function(x, activation="relu", **kw)[0]), (X,)
+    if op == "batch_norm_inference":
+        return (lambda x, **kw: function(x, X[0, 0], X[0, 0], **kw)), (X,)
+    return function, (X, X) if op == "add_relu" else (X,)
+
+
+@every_op
 def test_kernel_where_there_is_none(op):
     """Lowered for a platform without kernels, implementation="kernel" is refused by name."""
-    function = getattr(jaxnorm, op)
-    args = (X, X) if op == "add_relu" else (X,)
+    function, args = kernel_call(op)
 
     def f(*args):
         return function(*args, implementation="kernel")
@@ -173,12 +229,9 @@ def test_kernel_where_there_is_none(op):
         jax.jit(jax.grad(lambda *a: jnp.sum(f(*a)))).trace(*args).lower(lowering_platforms=("tpu",))
 
 
-@pytest.mark.parametrize(
-    "op", ["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"]
-)
+@every_op
 def test_kernel_message_names_the_operation(op):
-    function = getattr(jaxnorm, op)
-    args = (X, X) if op == "add_relu" else (X,)
+    function, args = kernel_call(op)
     with pytest.raises(ValueError, match=rf"^{op}: implementation must"):
         jax.jit(lambda *a: function(*a, implementation="kernel")).trace(*args).lower(
             lowering_platforms=("tpu",)
@@ -234,7 +287,77 @@ def norm_bwd(*operands, results=NORM_BWD_RESULTS, **changes):
     return ("norm_bwd", results, [*norm_bwd_operands(), *operands], NORM_BWD | changes)
 
 
+# (6, 4, 5), features in the middle; bits as in ffi/batch_norm_args.h.
+BN = dict(zip(("groups", "axis", "end"), map(np.int64, (0, 1, 2)), strict=True))
+BN_NAMES = (
+    *("x", "dy", "y", "bits", "mask", "mean", "var", "count", "scale", "bias", "residual"),
+    *("dbias", "dscale", "dmean", "dvar", "dx", "dresidual"),
+)
+BN_STRUCTS = (
+    dict.fromkeys(BN_NAMES, S((1, 4, 1), F32))
+    | dict.fromkeys(("x", "dy", "y", "residual", "dx", "dresidual"), S((6, 4, 5), F32))
+    | {"bits": S((6, 4, 1), U8), "mask": S((6, 4, 5), bool)}
+)
+BN_EXTRA = {
+    "stats": {},
+    "fwd": {"epsilon": np.float64(1e-5), "relu": True},
+    "sums": {"epsilon": np.float64(1e-5)},
+    "dx": {"epsilon": np.float64(1e-5), "replicas": np.int64(1)},
+}
+
+
+def bn(part, operands, results, changes=None, **shapes):
+    """A call of batch_norm_<part> with operands and results by name; shapes replaces those of some."""
+    operands, results = (sorted(n.split(), key=BN_NAMES.index) for n in (operands, results))
+    structs = BN_STRUCTS | shapes
+    bits = [np.int64(sum(1 << BN_NAMES.index(n) for n in names)) for names in (operands, results)]
+    attributes = BN | BN_EXTRA[part] | {"operands": bits[0], "results": bits[1]} | (changes or {})
+    args = [jnp.ones(structs[n].shape, structs[n].dtype) for n in operands]
+    return f"batch_norm_{part}", tuple(structs[n] for n in results), args, attributes
+
+
+BN_DX = "x dy bits mean var dbias dscale"
+GOOD_BATCH_NORM_CALLS = {
+    "stats": bn("stats", "x mask", "mean var count"),
+    "fwd": bn("fwd", "x mean var scale bias residual", "y bits"),
+    "sums": bn("sums", "x dy bits mean var", "dbias dscale"),
+    "dx": bn("dx", BN_DX, "dx dresidual"),
+}
 BAD_CALLS = {
+    "batch_norm: axis beyond the end": bn("stats", "x", "mean var", {"axis": np.int64(2)}),
+    "batch_norm: end beyond the rank": bn("stats", "x", "mean var", {"end": np.int64(4)}),
+    "batch_norm: negative groups": bn("stats", "x", "mean var", {"groups": np.int64(-1)}),
+    "batch_norm: groups beyond the axis": bn("stats", "x", "mean var", {"groups": np.int64(2)}),
+    "batch_norm: unknown operand": bn("stats", "x", "mean var", {"operands": np.int64(1 << 20)}),
+    "batch_norm: negative operands": bn("stats", "x", "mean var", {"operands": np.int64(-1)}),
+    "batch_norm: operand missing": bn("stats", "x", "mean var", {"operands": np.int64(1 + 16)}),
+    "batch_norm: operand too many": bn("stats", "x mask", "mean var", {"operands": np.int64(1)}),
+    "batch_norm: result missing": bn("stats", "x", "mean", {"results": np.int64(32 + 64)}),
+    "batch_norm: count without a mask": bn("stats", "x", "mean var count"),
+    "batch_norm: statistics too short": bn("stats", "x", "mean var", mean=S((1, 3, 1), F32)),
+    "batch_norm: statistics of rows": bn("stats", "x", "mean var", mean=S((6, 4, 1), F32)),
+    "batch_norm: statistics of other dtype": bn("stats", "x", "mean var", var=S((1, 4, 1), U8)),
+    "batch_norm: integers": bn("stats", "x", "mean var", x=S((6, 4, 5), np.int32)),
+    "batch_norm: mask is float": bn("stats", "x mask", "mean var", mask=S((6, 4, 5), F32)),
+    "batch_norm: mask too large": bn("stats", "x mask", "mean var", mask=S((7, 4, 5), bool)),
+    "batch_norm: mask of other rank": bn("stats", "x mask", "mean var", mask=S((4, 5), bool)),
+    "batch_norm: y of other shape": bn("fwd", "x mean var", "y", y=S((6, 4, 6), F32)),
+    "batch_norm: y of other dtype": bn("fwd", "x mean var", "y", y=S((6, 4, 5), np.float16)),
+    "batch_norm: no variance": bn("fwd", "x mean", "y"),
+    "batch_norm: bits without a ReLU": bn("fwd", "x mean var", "y bits", {"relu": False}),
+    "batch_norm: bits too short": bn("fwd", "x mean var", "y bits", bits=S((6, 4, 0), U8)),
+    "batch_norm: scale too long": bn("fwd", "x mean var scale", "y", scale=S((1, 5, 1), F32)),
+    "batch_norm: residual that broadcasts": bn(
+        "fwd", "x mean var residual", "y", residual=S((1, 4, 5), F32)
+    ),
+    "batch_norm: sums without x": bn("sums", "dy", "dscale"),
+    "batch_norm: sums of other results": bn("sums", "x dy mean var", "dx"),
+    "batch_norm: dx without a variance": bn("dx", "dy", "dx"),
+    "batch_norm: one sum": bn("dx", "x dy mean var dbias", "dx"),
+    "batch_norm: mask without a count": bn("dx", f"{BN_DX} mask", "dx"),
+    "batch_norm: sums without x in dx": bn("dx", "dy var dbias dscale", "dx"),
+    "batch_norm: no replicas": bn("dx", BN_DX, "dx", {"replicas": np.int64(0)}),
+    "batch_norm: dy of other shape": bn("dx", BN_DX, "dx", dy=S((6, 4, 4), F32)),
     "norm fwd: negative axis": norm_fwd(axis=np.int64(-1)),
     "norm fwd: axis too large": norm_fwd(axis=np.int64(2)),
     "norm fwd: groups beyond the axis": norm_fwd(groups=np.int64(2)),
@@ -445,3 +568,6 @@ def test_good_direct_call():
         *norm_bwd_operands(), **NORM_BWD
     )
     np.testing.assert_array_equal(dbias, 2)
+    for target, results, args, attributes in GOOD_BATCH_NORM_CALLS.values():
+        for value in jax.ffi.ffi_call(f"jaxnorm_{target}", results)(*args, **attributes):
+            assert np.isfinite(value).all()

@@ -132,6 +132,37 @@ def test_symbolic_sizes_that_turn_out_to_be_0(op):
         np.testing.assert_array_equal(scale_bar, np.zeros(shape[1:]))
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_symbolic_batch_norm(axis, masked):
+    """Any batch and any number of features; of an empty batch, statistics are NaN and gradients 0."""
+    dims = export.symbolic_shape("b - 1, c, 5" if axis == 1 else "b - 1, 3, c")
+    symbolic = [jax.ShapeDtypeStruct(d, np.float32) for d in (dims, (dims[axis],))]
+    mask = jax.ShapeDtypeStruct((dims[0], 1, 1), np.bool_)
+
+    def f(x, scale, mask):
+        kw = {"axis": axis, "activation": "relu", "mask": mask if masked else None}
+        out, pullback = jax.vjp(lambda *a: jaxnorm.batch_norm(*a, **kw), x, scale)
+        return out, pullback((jnp.cos(out[0]), jnp.zeros_like(out[1]), jnp.zeros_like(out[2])))
+
+    _, loaded = round_trip(f, *symbolic, mask)
+    # The formula, which the module for another platform holds.
+    assert round_trip(f, *symbolic, mask, platforms=("tpu",))[1].platforms == ("tpu",)
+    for b, c in ((1, 9), (6, 9), (4, 1)):
+        shape = tuple(d if isinstance(d, int) else {"c": c}.get(str(d), b - 1) for d in dims)
+        rng = np.random.default_rng(b)
+        x, scale = rng.standard_normal(shape, np.float32), np.ones(c, np.float32)
+        args = (x, scale, np.arange(b - 1).reshape(-1, 1, 1) != 1)
+        (y, mean, _), bars = got = loaded.call(*args)
+        if b == 1:
+            assert y.shape == bars[0].shape == shape
+            assert np.isnan(mean).all()
+            np.testing.assert_array_equal(bars[1], np.zeros(c))
+            continue
+        for a, w in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(f)(*args)), strict=True):
+            np.testing.assert_allclose(a, w, rtol=1e-5, atol=1e-5)
+
+
 @ops
 @pytest.mark.parametrize("platforms", [("tpu",), ("rocm",), ("cuda",), ("cpu", "cuda", "tpu")])
 def test_other_platforms(op, platforms):
@@ -164,7 +195,7 @@ def test_export_checks_name_every_target():
 
 
 @pytest.mark.parametrize(
-    "op", ["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"]
+    "op", ["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm", "batch_norm"]
 )
 @pytest.mark.parametrize("spec", [P("d", None), P("d", "m"), P(None, "m")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -177,7 +208,8 @@ def test_eight_devices(op, spec, kind):
 
     def f(x):
         args = (x, x * 0.5) if op == "add_relu" else (x,)
-        return jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))))(*args)
+        first = lambda y: y[0] if op == "batch_norm" else y  # noqa: E731
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(first(function(*a)))))(*args)
 
     x = np.random.default_rng(0).standard_normal((16, 64), np.float32)
     sharded = jax.device_put(x, NamedSharding(mesh, spec))

@@ -48,7 +48,8 @@ def test_gradient_calls_the_kernels(op, platform):
     spec = OPS[op]
     text = lowered(value_and_grad(op), *spec.arguments("float32"), platform=platform)
     targets = {target for target, _, _ in calls(text)}
-    assert targets == {spec.forward, spec.backward}
+    waiting = platform == "cuda" and "batch_norm" in spec.forward[0]  # no CUDA kernels yet
+    assert targets == (set() if waiting else {*spec.forward, *spec.backward_of(0)})
 
 
 @ops
@@ -117,6 +118,45 @@ def test_norm_attributes(platform):
     assert backward[:2] == ("jaxnorm_norm_bwd", {**shared, "need": "9 : i64"})
 
 
+@pytest.mark.skipif(not CPU.targets, reason="no CPU module")
+def test_batch_norm_attributes():
+    x, p = jnp.ones((2, 3, 4, 5), "bfloat16"), jnp.ones((4,), "float32")
+    mask = jnp.ones((2, 3, 1, 1), bool)
+
+    def f(x, scale, bias, residual):
+        def total(*a):
+            kw = {"axis": 2, "mask": mask, "epsilon": 0.25, "activation": "relu"}
+            return jnp.sum(jaxnorm.batch_norm(*a[:3], residual=a[3], **kw)[0].astype("float32"))
+
+        return jax.grad(total, (0, 1, 2, 3))(x, scale, bias, residual)
+
+    found = calls(lowered(f, x, p, p, x, platform="cpu"))
+    names = ("x", "dy", "y", "bits", "mask", "mean", "var", "count", "scale", "bias", "residual")
+    names += ("dbias", "dscale", "dmean", "dvar", "dx", "dresidual")
+
+    def bits(text):
+        return f"{sum(1 << names.index(n) for n in text.split())} : i64"
+
+    shared = {"groups": "0 : i64", "axis": "2 : i64", "end": "3 : i64"}
+    epsilon = {"epsilon": "2.500000e-01 : f64"}
+    expected = {
+        "stats": ("x mask", "mean var count", {}),
+        "fwd": ("x mean var scale bias residual", "y bits", epsilon | {"relu": "true"}),
+        "sums": ("x dy bits mean var", "dbias dscale", epsilon),
+        "dx": (
+            "x dy bits mask mean var count scale dbias dscale",
+            "dx dresidual",
+            epsilon | {"replicas": "1 : i64"},
+        ),
+    }
+    assert [target for target, _, _ in found] == [f"jaxnorm_batch_norm_{n}" for n in expected]
+    for (_, attributes, _), (operands, results, extra) in zip(
+        found, expected.values(), strict=True
+    ):
+        own = {"operands": bits(operands), "results": bits(results)}
+        assert attributes == shared | own | extra
+
+
 @pytest.mark.parametrize(
     "platform", [pytest.param("cpu", marks=needs_cpu), pytest.param("cuda", marks=needs_cuda)]
 )
@@ -168,7 +208,10 @@ def test_no_widening_of_16_bit_arrays(op):
 
 
 def test_registry_lists_what_is_tested():
-    assert {op.forward for op in OPS.values()} | {op.backward for op in OPS.values()} == {
+    tested = set().union(
+        *(op.forward for op in OPS.values()), *(op.backward for op in OPS.values())
+    )
+    assert tested == {
         f"jaxnorm_{op}_{part}" for op in ("softmax", "relu", "norm") for part in ("fwd", "bwd")
-    }
+    } | {f"jaxnorm_batch_norm_{part}" for part in ("stats", "fwd", "sums", "dx")}
     assert suite.DTYPES == ("float16", "bfloat16", "float32", "float64")

@@ -32,6 +32,9 @@ RESULTS = {
     "layer_norm jvp": lambda: oracle.norm_jvp(X, T, Y[0]),
     "layer_norm vjp": lambda: oracle.norm_vjp(X, T, Y[0])[0],
     "rms_norm": lambda: oracle.rms_norm(X),
+    "batch_norm": lambda: oracle.batch_norm(X, Y[0], Y[1])[0],
+    "batch_norm masked": lambda: oracle.batch_norm(X, mask=WHERE, relu=True)[0],
+    "batch_norm vjp": lambda: oracle.batch_norm_vjp(X, T, Y[0], Y[1], Y[2])[0],
     "rms_norm vjp": lambda: oracle.norm_vjp(X, T, center=False)[0],
 }
 
@@ -120,6 +123,26 @@ def test_norm_derivatives(center, axis, mask):
     transposed = sum(np.sum(a * b) for a, b in zip(bars, dots, strict=True))
     np.testing.assert_allclose(np.sum(Y * tangent), transposed)
     sizes = oracle.norm_vjp(X, Y, scale, **kw, sizes=True)
+    assert all((size >= np.abs(bar) - 1e-12).all() for size, bar in zip(sizes, bars, strict=True))
+
+
+@pytest.mark.parametrize("axis", [-1, 0, (0, 1)])
+@pytest.mark.parametrize("mask", [None, WHERE])
+def test_batch_norm_derivatives(axis, mask):
+    """Against central differences of a sum of all three results."""
+    shape = {-1: (16,), 0: (4,)}.get(axis, (4, 16))
+    scale, scale_dot, dmean, dvar = (RNG.standard_normal(shape) for _ in range(4))
+    kw = {"axis": axis, "mask": mask if axis != (0, 1) else None, "epsilon": 0.1}
+
+    def f(h):
+        y, mean, var = oracle.batch_norm(X + h * T, scale + h * scale_dot, h * scale, h * Y, **kw)
+        return np.sum(y * Y) + np.sum(dmean * mean) + np.sum(dvar * var)
+
+    bars = oracle.batch_norm_vjp(X, Y, scale, dmean, dvar, **kw)
+    dots = (T, scale_dot, scale, Y)
+    transposed = sum(np.sum(a * b) for a, b in zip(bars, dots, strict=True))
+    np.testing.assert_allclose((f(1e-5) - f(-1e-5)) / 2e-5, transposed, rtol=1e-7)
+    sizes = oracle.batch_norm_vjp(X, Y, scale, dmean, dvar, **kw, sizes=True)
     assert all((size >= np.abs(bar) - 1e-12).all() for size, bar in zip(sizes, bars, strict=True))
 
 

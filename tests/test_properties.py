@@ -189,6 +189,46 @@ def test_norm_invariants(data):
     np.testing.assert_allclose(jaxnorm.rms_norm(-3 * x, epsilon=0.0), -z, rtol=1e-12)
 
 
+@SETTINGS
+@given(st.data())
+def test_batch_norm(data):
+    """Any shape, feature axes, mask and residual: the oracle's value, its NaN, the gradients where they are finite."""
+    dtype, shape = data.draw(dtypes), data.draw(shapes)
+    x, axis = data.draw(arrays(shape, dtype)), data.draw(axes(len(shape)))
+    axis = tuple(range(len(shape))) if axis is None else axis
+    kw, relu = {"axis": axis, "epsilon": 0.5}, data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        kw["mask"] = data.draw(hnp.arrays(np.bool_, data.draw(broadcastable(shape))))
+    residual = data.draw(arrays(shape, dtype, special=False)) if data.draw(st.booleans()) else None
+
+    def call(x):
+        activation = "relu" if relu else None
+        return jaxnorm.batch_norm(x, residual=residual, activation=activation, **kw)
+
+    (y, mean, var), pullback = jax.vjp(call, x)
+    features = tuple(shape[a] for a in sorted(a % len(shape) for a in np.atleast_1d(axis)))
+    assert y.dtype == dtype
+    assert y.shape == shape
+    assert mean.shape == var.shape == features
+    if not y.size:
+        return
+    expected, wanted_mean, wanted_var = oracle.batch_norm(x, residual=residual, relu=relu, **kw)
+    for got, want in ((mean, wanted_mean), (var, wanted_var)):
+        finite = np.isfinite(want)
+        np.testing.assert_array_equal(np.isfinite(got), finite)
+        np.testing.assert_allclose(np.asarray(got)[finite], want[finite], rtol=1e-5, atol=1e-5)
+    size = np.nanmax(np.where(np.isfinite(expected), np.abs(expected), 0)) + 1
+    oracle.assert_close(y, expected, dtype, floor=64, size=size)
+    if not np.isfinite(wanted_var).all():
+        return
+    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    (bar,) = pullback((ct, jnp.zeros_like(mean), jnp.zeros_like(var)))
+    kw["positive"] = oracle.f64(y) > 0 if relu else None
+    want, size = (oracle.batch_norm_vjp(x, ct, **kw, sizes=s)[0] for s in (False, True))
+    if np.isfinite(want).all():
+        oracle.assert_close(bar, want, dtype, floor=256, size=size + np.max(size))
+
+
 @settings(SETTINGS, max_examples=8)
 @given(st.data())
 def test_vmap_is_a_loop(data):

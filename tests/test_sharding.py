@@ -406,6 +406,242 @@ def test_norm_parameters_in_shard_map(op, check_vma):
         assert_same(jax.jit(g(mapped))(X, SCALE), alone(g(f), X, SCALE))
 
 
+# ---- batch_norm ----
+
+# Heights and widths of one image are 6 pixels; means are far from 0, so that sums of squares would not do.
+IMAGES = rand((16, 6, 64), 20) + np.float32(50)
+# Devices count different numbers of pixels, some of them none.
+COUNTED = np.random.default_rng(21).random((16, 6, 1)) < np.linspace(-0.3, 1, 16).reshape(16, 1, 1)
+# With the mesh axes over which statistics are reduced.
+IMAGE_SPECS = [
+    (P("d", None, None), 4),
+    (P(("d", "m"), None, None), 8),
+    (P("d", None, "m"), 4),
+    (P(None, "m", None), 2),
+    (P(None, None, "m"), 1),
+]
+image_specs = pytest.mark.parametrize(("spec", "devices"), IMAGE_SPECS, ids=str)
+
+
+def batch_norm_with_everything(mask, axis=-1, **more):
+    """(x, scale, bias, residual) -> results and all gradients."""
+
+    def f(x, scale, bias, residual):
+        def call(x, scale, bias, residual):
+            kw = {"residual": residual, "activation": "relu", "mask": mask, "axis": axis}
+            return jaxnorm.batch_norm(x, scale, bias, **kw, **more)
+
+        (y, mean, var), pullback = jax.vjp(call, x, scale, bias, residual)
+        return y, mean, var, pullback((jnp.cos(y), jnp.zeros_like(mean), jnp.zeros_like(var)))
+
+    return f
+
+
+def image_arguments(mesh, spec, columns=64):
+    x = IMAGES[..., :columns]
+    scale, bias = SCALE[:columns], SHIFT[:columns]
+    whole = (x, scale, bias, rand(x.shape, 22))
+    return whole, [put(a, spec if a.ndim == 3 else P(spec[2]), mesh) for a in whole]
+
+
+def assert_same_images(sharded, alone):
+    for got, want in zip(jax.tree.leaves(sharded), jax.tree.leaves(alone), strict=True):
+        # The mean is rounded, which 50 times its unit shows in everything else.
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-4)
+
+
+@meshes
+@image_specs
+@pytest.mark.parametrize("masked", [False, True])
+def test_batch_norm(mesh, spec, devices, masked):
+    """One all-reduce forward, of two or three numbers per feature and device; one more backward, of two."""
+    f = batch_norm_with_everything(COUNTED if masked else None)
+    with scope(mesh):
+        whole, args = image_arguments(mesh, spec)
+        forward = hlo.text(lambda *a: f(*a)[:3], *args)
+        program = hlo.text(f, *args)
+        results = jax.jit(f)(*args)
+    features = 64 // blocks(mesh, spec[2])
+    numbers = 3 if masked else 2
+    of_forward = [("all-reduce", 4 * devices * numbers * features)] * (devices > 1)
+    of_backward = [("all-reduce", 4 * 2 * features)] * (devices > 1)
+    assert [(c.kind, c.bytes) for c in hlo.collectives(forward)] == of_forward
+    assert [(c.kind, c.bytes) for c in hlo.collectives(program)] == of_forward + of_backward
+    if HAS_KERNELS:
+        calls = [c.kind.removeprefix("jaxnorm_batch_norm_") for c in hlo.custom_calls(program)]
+        assert calls == ["stats", "fwd", "sums", "dx"]
+    assert_same_images(results, alone(f, *whole))
+    assert results[0].sharding.is_equivalent_to(args[0].sharding, 3)
+
+
+@meshes
+def test_batch_norm_channels_first(mesh):
+    """Features in the middle; the last axis, whose bits are packed, is cut."""
+    f = batch_norm_with_everything(None, axis=1)
+    x = np.ascontiguousarray(np.moveaxis(IMAGES, 1, 2))
+    whole = (x, SCALE, SHIFT, rand(x.shape, 22))
+    for spec, count in ((P("d", None, None), 2), (P("d", "m", None), 2), (P(None, "m", None), 0)):
+        with scope(mesh):
+            args = [put(a, spec if a.ndim == 3 else P(spec[1]), mesh) for a in whole]
+            program, results = hlo.text(f, *args), jax.jit(f)(*args)
+        assert [c.kind for c in hlo.collectives(program)] == ["all-reduce"] * count
+        assert_same_images(results, alone(f, *whole))
+
+
+@meshes
+def test_batch_norm_with_torn_bytes(mesh):
+    """Where a device's features are not whole bytes of bits: the bits are summed, x is never gathered."""
+    f = batch_norm_with_everything(None)
+    with scope(mesh):
+        whole, args = image_arguments(mesh, P("d", None, "m"), 20)
+        program, results = hlo.text(f, *args), jax.jit(f)(*args)
+    assert {c.kind for c in hlo.collectives(program)} == {"all-reduce"}
+    assert max(c.bytes for c in hlo.collectives(program)) < IMAGES[..., :20].nbytes // 8
+    assert_same_images(results, alone(f, *whole))
+
+
+@meshes
+def test_batch_norm_inference(mesh):
+    """No collective forward, nor in the gradient of x."""
+
+    def f(x, scale, bias, residual):
+        def call(x):
+            mean, var = 50 + 0.1 * bias, scale**2 + 0.5
+            return jaxnorm.batch_norm_inference(
+                x, mean, var, scale, bias, residual=residual, activation="relu"
+            )
+
+        y, pullback = jax.vjp(call, x)
+        return y, pullback(jnp.cos(y))
+
+    for spec, _ in IMAGE_SPECS:
+        with scope(mesh):
+            whole, args = image_arguments(mesh, spec)
+            program, results = hlo.text(f, *args), jax.jit(f)(*args)
+        assert hlo.collectives(program) == []
+        assert_same_images(results, alone(f, *whole))
+
+
+def test_batch_norm_of_statistics_and_second_derivative():
+    """Mean and variance have gradients on a mesh too; so does the gradient."""
+
+    def loss(x, scale):
+        y, mean, var = jaxnorm.batch_norm(x, scale)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(mean) * var)
+
+    def f(x, scale):
+        first = jax.grad(loss, (0, 1))
+        return first(x, scale), jax.jvp(first, (x, scale), (jnp.cos(x), jnp.sin(scale)))[1]
+
+    x = IMAGES - 50
+    expected = alone(f, x, SCALE)
+    for spec, _ in IMAGE_SPECS:
+        got = jax.jit(f)(put(x, spec, AUTO), put(SCALE, P(spec[2]), AUTO))
+        assert_same_images(got, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", ["d", ("d", "m")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_batch_norm_in_shard_map(check_vma, axes, masked):
+    """With axis_name: statistics of all devices by one all-reduce; backward has one more."""
+
+    def local(x, scale, bias, residual, mask):
+        kw = {"mask": mask if masked else None, "axis_name": axes, "residual": residual}
+        return jaxnorm.batch_norm(x, scale, bias, activation="relu", **kw)
+
+    rows = P(axes, None, None)
+    mapped = jax.shard_map(
+        local,
+        mesh=AUTO,
+        in_specs=(rows, P(), P(), rows, rows),
+        out_specs=(rows, P(), P()),
+        check_vma=check_vma,
+    )
+    mask = np.broadcast_to(COUNTED, (16, 6, 1))
+
+    def forward(*args):
+        return mapped(*args, put(mask, rows, AUTO))
+
+    def everything(*args):
+        (y, mean, var), pullback = jax.vjp(forward, *args)
+        zeros = jnp.zeros_like(mean), jnp.zeros_like(var)
+        return y, mean, var, pullback((jnp.cos(y), *zeros))
+
+    whole, args = image_arguments(AUTO, rows)
+    found = [(c.kind, c.bytes) for c in hlo.collectives(hlo.text(forward, *args))]
+    devices = blocks(AUTO, axes)
+    assert found == [("all-reduce", 4 * devices * 64 * (3 if masked else 2))]
+    if check_vma or axes == ("d", "m"):  # without, shard_map sums cotangents over the other axis
+        found = [(c.kind, c.bytes) for c in hlo.collectives(hlo.text(everything, *args))][1:]
+        # Without varying axes shard_map itself sums the parameters' gradients.
+        assert sum(size for _, size in found) == 4 * 2 * 64 * (1 if check_vma else 2)
+        assert {kind for kind, _ in found} == {"all-reduce"}
+        assert len(found) == 1 or not check_vma
+    expected = alone(batch_norm_with_everything(COUNTED if masked else None), *whole)
+    assert_same_images(jax.jit(everything)(*args), expected)
+
+
+def test_batch_norm_without_axis_name_in_shard_map():
+    """Each device has statistics of its own."""
+    rows = P("d", None, None)
+    f = lambda x: jaxnorm.batch_norm(x)  # noqa: E731
+    mapped = jax.shard_map(f, mesh=AUTO, in_specs=rows, out_specs=(rows, P("d"), P("d")))
+    program = hlo.text(mapped, put(IMAGES, rows, AUTO))
+    assert hlo.collectives(program) == []
+    y, mean, _ = jax.jit(mapped)(IMAGES)
+    for i in range(4):
+        own_y, own_mean, _ = f(IMAGES[4 * i : 4 * i + 4])
+        np.testing.assert_allclose(y[4 * i : 4 * i + 4], own_y, atol=1e-3)
+        np.testing.assert_allclose(mean[64 * i : 64 * i + 64], own_mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_batch_norm_in_pmap(grouped):
+    """Over all devices, or within groups of them; forward and gradient."""
+    x = (IMAGES - 48).reshape(8, 2, 6, 64)
+    groups = [[0, 3], [1, 2], [7, 4], [5, 6]] if grouped else None
+
+    def local(x):
+        def loss(x):
+            y, mean, var = jaxnorm.batch_norm(x, axis_name="i", axis_index_groups=groups)
+            # Devices of a group have one mean: each adds half of what depends on it.
+            return jnp.sum(jnp.sin(y)) + jnp.sum(mean * var) / (2 if grouped else 8)
+
+        return *jaxnorm.batch_norm(x, axis_name="i", axis_index_groups=groups), jax.grad(loss)(x)
+
+    y, mean, var, bar = jax.pmap(local, "i")(x)
+    for group in groups or [list(range(8))]:
+        whole = jnp.concatenate([x[i] for i in group])
+
+        def loss(x):
+            y, mean, var = jaxnorm.batch_norm(x)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(mean * var)
+
+        wanted = *jaxnorm.batch_norm(whole), jax.grad(loss)(whole)
+        for place, i in enumerate(group):
+            rows = slice(2 * place, 2 * place + 2)
+            got = y[i], mean[i], var[i], bar[i]
+            want = wanted[0][rows], wanted[1], wanted[2], wanted[3][rows]
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_batch_norm_is_the_same_on_every_device():
+    """Statistics are equal to the bit, whatever the order in which an all-reduce adds."""
+    rows = P(("d", "m"), None, None)
+
+    def local(x):
+        _, mean, var = jaxnorm.batch_norm(x, axis_name=("d", "m"))
+        return mean[None], var[None]
+
+    mapped = jax.shard_map(
+        local, mesh=AUTO, in_specs=rows, out_specs=P(("d", "m")), check_vma=False
+    )
+    for value in jax.jit(mapped)(put(IMAGES, rows, AUTO)):
+        np.testing.assert_array_equal(value, np.broadcast_to(value[:1], value.shape))
+
+
 # ---- inside programs ----
 
 
@@ -575,7 +811,8 @@ def test_operands_of_different_variance(op):
 def test_shard_map_with_some_axes_manual():
     """Runs in a process of its own: XLA aborts when a partitioned call appears here."""
     results = processes.run("partial_manual", env=processes.eight_devices())
-    assert results["checked"] == [f"{op} {spec}" for op in OPS for spec in ("d,None", "d,m")]
+    tested = (*OPS, "batch_norm")
+    assert results["checked"] == [f"{op} {spec}" for op in tested for spec in ("d,None", "d,m")]
 
 
 # ---- processes ----
@@ -616,7 +853,7 @@ def test_two_processes():
     for r in results:
         assert r["processes"] == 2
         assert r["devices"] == 4
-        assert sorted(r["errors"]) == sorted(OPS)
+        assert sorted(r["errors"]) == sorted((*OPS, "batch_norm", "batch_norm in shard_map"))
         assert all(error < 1e-5 for error in r["errors"].values()), r["errors"]
 
 

@@ -54,19 +54,21 @@ def test_gradient_is_one_forward_and_one_backward_call(op, dtype):
     def total(*args):
         return jnp.sum(suite.weights(spec.shapes[0], dtype) * spec.function(*args))
 
-    every = {spec.forward: 1, spec.backward: 1}
-    for argnums in [*range(len(args)), tuple(range(len(args)))]:
+    each = [(i, spec.backward_of(i)) for i in range(len(args))]
+    for argnums, backward in [*each, (tuple(range(len(args))), spec.backward)]:
+        every = dict.fromkeys((*spec.forward, *backward), 1)
         assert suite.jaxnorm_primitives(jax.grad(total, argnums), *args) == every
     _, pullback = jax.vjp(spec.function, *args)
-    assert suite.jaxnorm_primitives(pullback, spec.function(*args)) == {spec.backward: 1}
+    backward = suite.jaxnorm_primitives(pullback, spec.function(*args))
+    assert backward == dict.fromkeys(spec.backward, 1)
     tangents = suite.like(args)
     forward = suite.jaxnorm_primitives(lambda *a: jax.jvp(spec.function, a, tangents), *args)
-    assert forward == {spec.forward: 1, spec.tangent: 1}
+    assert forward == dict.fromkeys((*spec.forward, *spec.tangent), 1)
 
 
 @pytest.mark.parametrize("op", [name for name, op in OPS.items() if op.residuals is not None])
 def test_residuals(op):
-    """Softmax keeps its result, relu one bit per element, norms x and the statistics, and nothing else."""
+    """Softmax keeps its result, relu one bit per element, norms x and the statistics (and that), and nothing else."""
     spec = OPS[op]
     for dtype in spec.dtypes:
         _, pullback = jax.vjp(spec.function, *spec.arguments(dtype))
@@ -99,8 +101,8 @@ def test_no_mask_without_derivative(op):
 def test_undifferentiated_softmax_has_no_backward(op):
     args = OPS[op].arguments("float32")
     names = suite.jaxnorm_primitives(OPS[op].function, *args)
-    assert OPS[op].backward not in names
-    assert sum(names.values()) == 1
+    assert not names.keys() & {*OPS[op].backward, *OPS[op].tangent}
+    assert list(names.values()) == [1] * len(OPS[op].forward)
 
 
 def test_unused_gradient_costs_nothing():
@@ -154,9 +156,12 @@ def test_checkpoint_policy(op, save):
         assert sorted(line.split(" ")[0] for line in saved) == sorted(named)
     runs = suite.jaxnorm_primitives(jax.grad(checked), *args)
     # sin(relu(..)) needs relu's result too, which only another forward run gives back.
-    again = not (save and spec.keeps_result)
-    assert runs[spec.backward] == 1
-    assert runs.get(spec.forward, 0) + runs.get("jaxnorm_relu", 0) == (2 if again else 1)
+    again = () if save and spec.keeps_result else spec.forward
+    if save and spec.again is not None:
+        again = spec.again
+    assert all(runs[name] == 1 for name in spec.backward_of(0))
+    runs["jaxnorm_relu_fwd"] = runs.get("jaxnorm_relu_fwd", 0) + runs.get("jaxnorm_relu", 0)
+    assert all(runs[name] == 1 + (name in again) for name in spec.forward)
     got = jax.grad(checked)(*args)
     np.testing.assert_allclose(got, jax.grad(total)(*args), rtol=1e-5, atol=1e-6)
 

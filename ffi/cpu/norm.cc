@@ -12,6 +12,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "loops.h"
 #include "norm_args.h"
 #include "parallel.h"
 #include "simd.h"
@@ -26,9 +27,6 @@ template <typename A>
 inline constexpr int64_t kLongestChunk = 128 * 1024 / sizeof(A);
 // The chunks of a longer row are short enough for the first-level cache, because they are read twice.
 inline constexpr int64_t kChunk = 4096;
-// Sums are kept in this many lanes: additions to one register wait for each other, so there are several.
-inline constexpr int64_t kLanesOfSum = 32;
-
 // Per thread, one chunk each: for what can not be read in place.
 enum BufferUse { kFirst, kSecond, kFactor, kShift, kBuffers };
 
@@ -38,12 +36,6 @@ __attribute__((noinline)) A* ThreadBuffer(BufferUse use) {
   alignas(64) static thread_local A buffers[kBuffers][kLongestChunk<A>];
   return buffers[use];
 }
-
-// What loops read elements of T as: conversions of float16 are fast in bulk only, so they are made beforehand.
-template <typename T>
-inline constexpr bool kStaged = std::is_same_v<T, F16>;
-template <typename T>
-using Source = std::conditional_t<kStaged<T>, float, T>;
 
 // The elements as a loop reads them. `again`: the buffer holds them already.
 template <typename T>
@@ -69,52 +61,6 @@ JAXNORM_INLINE void Store(T* out, int64_t n, BufferUse use, F f) {
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) out[i] = FromAcc<T>(f(i));
   }
-}
-
-template <typename A>
-struct Two {
-  A first, second;
-};
-
-// Sums of both values of f(i) for i in [0, n).
-template <typename A, typename F>
-JAXNORM_INLINE Two<A> Sum(int64_t n, F f) {
-  // Blocks are summed by themselves, so that rounding errors grow with their number, not that of the elements.
-  constexpr int64_t kBlock = 64 * kLanesOfSum;
-  Two<A> total = {A{0}, A{0}};
-  int64_t start = 0;
-  while (start + kLanesOfSum <= n) {
-    // One array element per vector lane: with constant indices throughout, the compiler keeps them in registers.
-    A first[kLanesOfSum] = {}, second[kLanesOfSum] = {};
-    const int64_t stop = std::min(n, start + kBlock) - kLanesOfSum;
-    do {
-#pragma omp simd
-      for (int64_t i = 0; i < kLanesOfSum; ++i) {
-        const Two<A> terms = f(start + i);
-        first[i] += terms.first;
-        second[i] += terms.second;
-      }
-      start += kLanesOfSum;
-    } while (start <= stop);
-#pragma GCC unroll 8
-    for (int64_t half = kLanesOfSum / 2; half > 0; half /= 2) {
-#pragma omp simd
-      for (int64_t i = 0; i < half; ++i) {
-        first[i] += first[half + i];
-        second[i] += second[half + i];
-      }
-    }
-    total.first += first[0];
-    total.second += second[0];
-  }
-  A first = 0, second = 0;
-#pragma omp simd reduction(+ : first, second)
-  for (int64_t i = start; i < n; ++i) {
-    const Two<A> terms = f(i);
-    first += terms.first;
-    second += terms.second;
-  }
-  return {total.first + first, total.second + second};
 }
 
 // ---- Work ----

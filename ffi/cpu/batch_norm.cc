@@ -1,0 +1,1019 @@
+// batch_norm: statistics, the normalised result with its residual and ReLU, and both passes of backward.
+//
+// A group is seen in one of two ways. Where channels vary fastest, or inner runs are short, it is rows of columns that
+// each belong to one channel, and loops run along a row. Where inner runs are long, loops run along those, with one
+// channel each. Both keep to the order of memory; nothing is transposed.
+//
+// Reductions are cut into pieces by shape alone, and the pieces' results are merged in order, so that results do not
+// depend on the number of threads. Variances are merged from the mean and squared deviations of tiles that are read
+// twice while they are in cache (Chan, Golub and LeVeque 1983).
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "batch_norm_args.h"
+#include "bits.h"
+#include "loops.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace jaxnorm {
+namespace {
+
+// ---- How a group is seen ----
+
+// Inner runs shorter than this are columns of their own. Statistics, which read each tile twice, gain more by it; other
+// loops would read what belongs to a channel once for each of its columns.
+inline constexpr int64_t kShortRun = 16, kShortRunOfStatistics = 256;
+// Narrow rows are taken several at a time, up to this many columns.
+inline constexpr int64_t kNarrow = 512;
+// Columns that are reduced together: their sums stay in the first-level cache.
+inline constexpr int64_t kColumns = 1024;
+// Part of an inner run that is reduced at once, from the first-level cache: it is read twice.
+inline constexpr int64_t kRun = 4096;
+// Rows of a tile: most of what a tile costs besides its elements is merging it.
+inline constexpr int64_t kLeastTileRows = 16, kMostTileRows = 64;
+inline constexpr int64_t kTileElements = kColumns * kLeastTileRows;
+// Pieces of a reduction: enough for the threads there may be.
+inline constexpr int64_t kMostPieces = 64;
+
+struct View {
+  int64_t size, channels, inner;
+  bool columns;    // else runs
+  int64_t width;   // columns: of a row; runs: channels
+  int64_t fold;    // columns: after how many of them channels repeat
+  int64_t steps;   // columns: rows, the last of which may be shorter; runs: chunks of runs, all channels each
+  int64_t chunks;  // runs: chunks of one run
+  int64_t pieces;  // of the steps
+  int64_t strips;  // parts of the width that are reduced by themselves
+  int64_t strip;   // their width
+
+  explicit View(const BatchNormShape& shape, int64_t short_run = kShortRun)
+      : size(shape.group_size()), channels(shape.channels), inner(shape.inner), columns(shape.inner < short_run) {
+    fold = channels * inner;
+    if (columns) {
+      width = fold * std::clamp<int64_t>(kNarrow / std::max<int64_t>(1, fold), 1, std::max<int64_t>(1, shape.outer));
+      chunks = 1;
+      steps = width > 0 ? (size + width - 1) / width : 0;
+      pieces = std::min({kMostPieces, steps / kMostTileRows, size / kGrainElements});
+      strip = kColumns;
+    } else {
+      width = channels;
+      chunks = (inner + kRun - 1) / kRun;
+      steps = shape.outer * chunks;
+      pieces = std::min({kMostPieces, steps, size / kGrainElements});
+      strip = (channels * std::max<int64_t>(1, pieces) + kMostPieces - 1) / kMostPieces;
+    }
+    pieces = std::max<int64_t>(1, pieces);
+    strip = std::max<int64_t>(1, strip);
+    strips = (width + strip - 1) / strip;
+  }
+
+  int64_t channel(int64_t slot) const { return columns ? slot % fold / inner : slot; }
+};
+
+// What a thread reduces: steps [begin, end) of a group, slots (columns or channels) [first, last).
+struct Unit {
+  int64_t group, piece, begin, end, first, last;
+};
+
+Unit UnitAt(const View& view, int64_t index) {
+  Unit unit;
+  const int64_t strip = index % view.strips;
+  unit.piece = index / view.strips % view.pieces;
+  unit.group = index / view.strips / view.pieces;
+  unit.begin = view.steps * unit.piece / view.pieces;
+  unit.end = view.steps * (unit.piece + 1) / view.pieces;
+  unit.first = strip * view.strip;
+  unit.last = std::min(view.width, unit.first + view.strip);
+  return unit;
+}
+
+// The results of a unit are three numbers per slot, those of one piece a row each.
+template <typename A>
+struct Partials {
+  A* first;
+  A* second;
+  A* count;
+
+  Partials(A* base, const View& view, int64_t group, int64_t piece)
+      : first(base + (group * view.pieces + piece) * 3 * view.width),
+        second(first + view.width),
+        count(second + view.width) {}
+};
+
+// ---- Masks and bits of a contiguous range of a group ----
+
+// Whether each element counts, a byte each.
+inline void LoadMask(const BatchNormArgs& args, int64_t group, int64_t begin, int64_t n, uint8_t* keep) {
+  const BatchNormShape& shape = args.shape;
+  const int64_t cols = shape.inner == 1 ? shape.channels : shape.inner;
+  const uint8_t* data = static_cast<const uint8_t*>(args.mask.data);
+  int64_t row = group * (shape.group_size() / cols) + begin / cols, col = begin % cols;
+  for (int64_t done = 0; done < n; ++row, col = 0) {
+    const int64_t take = std::min(cols - col, n - done);
+    const uint8_t* from = data + args.mask.view.RowOffset(row);
+    if (args.mask.view.axis_stride != 0) {
+      std::memcpy(keep + done, from + col, take);
+    } else {
+      std::memset(keep + done, *from, take);
+    }
+    done += take;
+  }
+}
+
+// A flag per element. This many bytes before and after them may be overwritten.
+inline constexpr int64_t kFlagMargin = 64;
+JAXNORM_INLINE void LoadFlags(const uint8_t* bits, int64_t last, int64_t begin, int64_t n, uint8_t* flags) {
+  const int64_t row_bytes = (last + 7) / 8;
+  if (last % 8 == 0) {  // rows adjoin
+    UnpackRun(bits + begin / 8, (begin % 8 + n + 7) / 8, flags - begin % 8);
+    return;
+  }
+  const int64_t row = begin / last, col = begin % last;
+  if (row_bytes <= kShortRowBytes) {
+    UnpackMask(bits + row * row_bytes, (col + n + last - 1) / last, last, flags - col);
+    return;
+  }
+  for (int64_t done = 0, at = col, r = row; done < n; at = 0, ++r) {
+    const int64_t take = std::min(last - at, n - done);
+    UnpackRun(bits + r * row_bytes + at / 8, (at + take + 7) / 8 - at / 8, flags + done - at % 8);
+    done += take;
+  }
+}
+
+// The elements as a loop reads them, in `buffer` if not in place.
+template <typename T>
+JAXNORM_INLINE const Source<T>* Stage(const T* from, int64_t n, Source<T>* buffer) {
+  if constexpr (kStaged<T>) {
+    ToAccRun(from, buffer, n);
+    return buffer;
+  } else {
+    return from;
+  }
+}
+// Elements of a buffer that is used only where elements are staged.
+template <typename T>
+inline constexpr int64_t kStageSize(int64_t n) {
+  return kStaged<T> ? n : 1;
+}
+
+// to[i] = from[i] where the flag is set, else 0. Done by itself: loops over short segments would leave much of it to their
+// ends, where each flag is a branch.
+template <typename T>
+JAXNORM_INLINE void Select(const T* from, const uint8_t* flags, int64_t n, T* to) {
+  using Bits = BitsOf<T>;
+  const Bits* from_bits = reinterpret_cast<const Bits*>(from);
+  Bits* to_bits = reinterpret_cast<Bits*>(to);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits value = from_bits[i];
+    to_bits[i] = flags[i] != 0 ? value : Bits{0};
+  }
+}
+
+// ---- g: dy where the bit is set ----
+
+// Elements [begin, begin + n) of a group as a loop reads them, n at most kMost; the buffers are for what is not in place.
+template <typename T, bool kBits, int64_t kMost>
+JAXNORM_INLINE const Source<T>* LoadCotangent(const BatchNormArgs& args, int64_t group, int64_t begin, int64_t n,
+                                              T* selected, Source<T>* staged) {
+  const T* dy = args.dy.Group<T>(group) + begin;
+  if constexpr (kBits) {
+    alignas(64) uint8_t flags[kMost + 2 * kFlagMargin];
+    LoadFlags(args.bits.Group<uint8_t>(group), args.shape.last, begin, n, flags + kFlagMargin);
+    Select(dy, flags + kFlagMargin, n, selected);
+    dy = selected;
+  }
+  return Stage(dy, n, staged);
+}
+
+// ---- Statistics: mean, sum of squared deviations, count ----
+
+// Calls body(row, integral constant: how many rows) for fours of rows, then for single ones.
+template <typename Body>
+JAXNORM_INLINE void ForRows(int64_t rows, const Body& body) {
+  int64_t row = 0;
+  for (; row + 4 <= rows; row += 4) body(row, std::integral_constant<int64_t, 4>());
+  for (; row < rows; ++row) body(row, std::integral_constant<int64_t, 1>());
+}
+
+// Merges two sets of numbers into the first one.
+template <typename A>
+JAXNORM_INLINE void Merge(A& mean, A& squares, A& count, A other_mean, A other_squares, A other_count) {
+  const A total = count + other_count, delta = other_mean - mean;
+  const A weight = total > 0 ? other_count / total : A{0};
+  const A between = delta * (delta * (count * weight));
+  // Selected: of nothing there is no distance, whatever its square would be.
+  squares += other_squares + (count > 0 && other_count > 0 ? between : A{0});
+  mean = count > 0 ? mean + (other_count > 0 ? delta * weight : A{0}) : other_mean;
+  count = total;
+}
+
+// Of values that each stand for `count` elements' mean, whose rounding the sum of the deviations corrects.
+template <typename A>
+JAXNORM_INLINE void Correct(A& mean, A& squares, A deviations, A count) {
+  const A inverse = count > 0 ? 1 / count : A{0}, shift = deviations * inverse;
+  squares -= deviations * shift;
+  squares = squares < 0 ? A{0} : squares;
+  mean += shift;
+}
+
+// One number per slot: its first value that counts, if that is far from 0 beside the distances between the first few, else
+// 0. Means are kept as distances from it, so that those of tiles, pieces and all of them have the precision of the
+// deviations, however far from 0 the values are.
+template <typename T, typename A = Acc<T>>
+void FindShifts(const BatchNormArgs& args, const View& view, int64_t group, A* shifts) {
+  constexpr int64_t kMostRows = 64, kSamples = 8;
+  constexpr A kFar = 8;
+  const BatchNormShape& shape = args.shape;
+  const T* x = args.x.Group<T>(group);
+  const int64_t step = std::min(shape.inner, kRun), run = view.columns ? view.inner : 1;
+  const std::unique_ptr<uint8_t[]> keep(new uint8_t[std::max<int64_t>(1, step)]);
+  std::fill_n(keep.get(), step, 1);
+  for (int64_t c = 0; c < shape.channels; ++c) {
+    A first{0}, spread{0};
+    int64_t found = 0;
+    for (int64_t row = 0; row < std::min(shape.outer, kMostRows) && found < kSamples; ++row) {
+      const int64_t begin = (row * shape.channels + c) * shape.inner;
+      if (args.mask) LoadMask(args, group, begin, step, keep.get());
+      for (int64_t i = 0; i < step && found < kSamples; ++i) {
+        if (keep[i] == 0) continue;
+        const A value = ToAcc(x[begin + i]);
+        if (found++ == 0) first = value;
+        spread = std::max(spread, std::abs(value - first));
+      }
+    }
+    const A shift = std::isfinite(first) && std::abs(first) > kFar * spread ? first : A{0};
+    std::fill_n(shifts + c * run, run, shift);
+  }
+  for (int64_t i = view.fold; view.columns && i < view.width; i += view.fold)
+    std::copy_n(shifts, view.fold, shifts + i);
+}
+
+// Of values less their slot's shift.
+template <typename T>
+struct Stats {
+  using A = Acc<T>;
+  const BatchNormArgs& args;
+  const A* shifts;  // those of all groups
+
+  // Rows [row, row + rows) of columns [first, last), merged into the results, which hold `before` rows already.
+  JAXNORM_INLINE void Tile(const T* x, const View& view, const A* shift, int64_t row, int64_t rows, int64_t first,
+                           int64_t last, A before, const Partials<A>& out) const {
+    alignas(64) A mean[kColumns], deviations[kColumns], squares[kColumns];
+    alignas(64) Source<T> buffer[kStageSize<T>(kTileElements)];
+    const int64_t n = last - first;
+    const Source<T>* values = nullptr;
+    int64_t stride = view.width;
+    if constexpr (kStaged<T>) {
+      for (int64_t r = 0; r < rows; ++r) ToAccRun(x + (row + r) * view.width + first, buffer + r * n, n);
+      values = buffer;
+      stride = n;
+    } else {
+      values = x + row * view.width + first;
+    }
+    std::fill_n(mean, n, A{0});
+    std::fill_n(deviations, n, A{0});
+    std::fill_n(squares, n, A{0});
+    // Four rows at a time, so that sums are loaded and stored less often than values.
+    ForRows(rows, [&](int64_t r, auto together) JAXNORM_INLINE_LAMBDA {
+      const Source<T>* from = values + r * stride;
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        A sum{0};
+        for (int64_t k = 0; k < together; ++k) sum += ToAcc(from[k * stride + i]) - shift[i];
+        mean[i] += sum;
+      }
+    });
+    const A count = static_cast<A>(rows), inverse = 1 / count;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) mean[i] *= inverse;
+    ForRows(rows, [&](int64_t r, auto together) JAXNORM_INLINE_LAMBDA {
+      const Source<T>* from = values + r * stride;
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        A sum{0}, of_squares{0};
+        for (int64_t k = 0; k < together; ++k) {
+          const A deviation = (ToAcc(from[k * stride + i]) - shift[i]) - mean[i];
+          sum += deviation;
+          of_squares += deviation * deviation;
+        }
+        deviations[i] += sum;
+        squares[i] += of_squares;
+      }
+    });
+    A* to_mean = out.first + first;
+    A* to_squares = out.second + first;
+    const A weight = count / (before + count), between = before * weight;
+    if (before == 0) {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        Correct(mean[i], squares[i], deviations[i], count);
+        to_mean[i] = mean[i];
+        to_squares[i] = squares[i];
+      }
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        Correct(mean[i], squares[i], deviations[i], count);
+        const A delta = mean[i] - to_mean[i];
+        to_mean[i] += delta * weight;
+        to_squares[i] += squares[i] + delta * (delta * between);
+      }
+    }
+  }
+
+  // The same where a mask says which elements count.
+  JAXNORM_INLINE void MaskedTile(const T* x, const View& view, const A* shift, int64_t group, int64_t row, int64_t rows,
+                                 int64_t first, int64_t last, const Partials<A>& out) const {
+    alignas(64) A count[kColumns], mean[kColumns], deviations[kColumns], squares[kColumns];
+    alignas(64) Source<T> buffer[kStageSize<T>(kColumns)];
+    alignas(64) uint8_t keep[kTileElements];
+    const int64_t n = last - first;
+    std::fill_n(count, n, A{0});
+    std::fill_n(mean, n, A{0});
+    std::fill_n(deviations, n, A{0});
+    std::fill_n(squares, n, A{0});
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t begin = (row + r) * view.width + first;
+      uint8_t* kept = keep + r * n;
+      LoadMask(args, group, begin, n, kept);
+      const Source<T>* from = Stage(x + begin, n, buffer);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        mean[i] += kept[i] != 0 ? ToAcc(from[i]) - shift[i] : A{0};
+        count[i] += kept[i] != 0 ? A{1} : A{0};
+      }
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) mean[i] = count[i] > 0 ? mean[i] / count[i] : A{0};
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* kept = keep + r * n;
+      const Source<T>* from = Stage(x + (row + r) * view.width + first, n, buffer);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        const A deviation = kept[i] != 0 ? (ToAcc(from[i]) - shift[i]) - mean[i] : A{0};
+        deviations[i] += deviation;
+        squares[i] += deviation * deviation;
+      }
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      Correct(mean[i], squares[i], deviations[i], count[i]);
+      Merge(out.first[first + i], out.second[first + i], out.count[first + i], mean[i], squares[i], count[i]);
+    }
+  }
+
+  JAXNORM_INLINE void Columns(const T* x, const View& view, const Unit& unit, const Partials<A>& out) const {
+    const A* shift = shifts + unit.group * view.width + unit.first;
+    const int64_t first = unit.first, last = unit.last, whole = std::min(unit.end, view.size / view.width);
+    const int64_t tile = std::clamp(kTileElements / (last - first), kLeastTileRows, kMostTileRows);
+    const auto reduce = [&](int64_t row, int64_t rows, int64_t stop) JAXNORM_INLINE_LAMBDA {
+      if (args.mask) {
+        MaskedTile(x, view, shift, unit.group, row, rows, first, stop, out);
+      } else {
+        Tile(x, view, shift, row, rows, first, stop, static_cast<A>(row - unit.begin), out);
+        for (int64_t i = first; i < stop; ++i) out.count[i] += static_cast<A>(rows);
+      }
+    };
+    for (int64_t row = unit.begin; row < whole; row += tile) reduce(row, std::min(tile, whole - row), last);
+    const int64_t rest = std::min(last, view.size % view.width);
+    if (unit.end > whole && rest > first) reduce(whole, 1, rest);
+  }
+
+  JAXNORM_INLINE void Run(const T* x, A shift, int64_t group, int64_t begin, int64_t n, int64_t channel,
+                          const Partials<A>& out) const {
+    alignas(64) Source<T> buffer[kStageSize<T>(kRun)];
+    const Source<T>* values = Stage(x + begin, n, buffer);
+    A count = static_cast<A>(n), mean, squares;
+    if (!args.mask) {
+      mean = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{ToAcc(values[i]) - shift, A{0}}; }).first /
+             count;
+      const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        const A deviation = (ToAcc(values[i]) - shift) - mean;
+        return Two<A>{deviation, deviation * deviation};
+      });
+      squares = sums.second;
+      Correct(mean, squares, sums.first, count);
+    } else {
+      alignas(64) uint8_t keep[kRun];
+      LoadMask(args, group, begin, n, keep);
+      const uint8_t* kept = keep;
+      const Two<A> totals = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        return Two<A>{kept[i] != 0 ? ToAcc(values[i]) - shift : A{0}, kept[i] != 0 ? A{1} : A{0}};
+      });
+      count = totals.second;
+      mean = count > 0 ? totals.first / count : A{0};
+      const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        const A deviation = kept[i] != 0 ? (ToAcc(values[i]) - shift) - mean : A{0};
+        return Two<A>{deviation, deviation * deviation};
+      });
+      squares = sums.second;
+      Correct(mean, squares, sums.first, count);
+    }
+    Merge(out.first[channel], out.second[channel], out.count[channel], mean, squares, count);
+  }
+
+  JAXNORM_INLINE void operator()(const View& view, const Unit& unit, const Partials<A>& out) const {
+    const T* x = args.x.Group<T>(unit.group);
+    if (view.columns) {
+      Columns(x, view, unit, out);
+      return;
+    }
+    for (int64_t step = unit.begin; step < unit.end; ++step) {
+      const int64_t at = step % view.chunks * kRun, n = std::min(kRun, view.inner - at);
+      for (int64_t c = unit.first; c < unit.last; ++c) {
+        Run(x, shifts[unit.group * view.width + c], unit.group,
+            (step / view.chunks * view.channels + c) * view.inner + at, n, c, out);
+      }
+    }
+  }
+
+  static JAXNORM_INLINE void Combine(A& first, A& second, A& count, A other_first, A other_second, A other_count) {
+    Merge(first, second, count, other_first, other_second, other_count);
+  }
+
+  // All columns of one channel, put into the first one.
+  static JAXNORM_INLINE void Fold(A* mean, A* squares, A* count, int64_t n) {
+    if (n == 1) return;
+    const A origin = mean[0];
+    const Two<A> sums =
+        Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{count[i], count[i] * (mean[i] - origin)}; });
+    const A shift = sums.first > 0 ? sums.second / sums.first : A{0}, centre = origin + shift;
+    const A within = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+                       const A distance = mean[i] - centre;
+                       return Two<A>{squares[i] + count[i] * (distance * distance), A{0}};
+                     }).first;
+    mean[0] = centre;
+    squares[0] = within;
+    count[0] = sums.first;
+  }
+
+  void Store(const View& view, int64_t group, int64_t channel, A mean, A squares, A count) const {
+    const bool any = count > 0;
+    const A shift = shifts[group * view.width + channel * (view.columns ? view.inner : 1)];
+    args.mean.Group<A>(group)[channel] = any ? shift + mean : std::numeric_limits<A>::quiet_NaN();
+    args.var.Group<A>(group)[channel] = any ? squares / count : std::numeric_limits<A>::quiet_NaN();
+    if (args.count) args.count.Group<A>(group)[channel] = count;
+  }
+};
+
+// ---- Sums of g and of g * (x - mean), whose product with rstd is dscale ----
+
+template <typename T, bool kBits, bool kScale>
+struct Sums {
+  using A = Acc<T>;
+  const BatchNormArgs& args;
+  const double epsilon;
+
+  // Rows of columns; `mean` has one for each of the columns.
+  JAXNORM_INLINE void Rows(int64_t group, const A* mean, const View& view, int64_t row, int64_t rows, int64_t first,
+                           int64_t last, const Partials<A>& out) const {
+    alignas(64) A dbias[kColumns], dscale[kColumns];
+    alignas(64) Source<T> x_buffer[kStageSize<T>(kColumns)], dy_buffer[kStageSize<T>(kColumns)];
+    alignas(64) T selected[kBits ? kColumns : 1];
+    const int64_t n = last - first;
+    std::fill_n(dbias, n, A{0});
+    std::fill_n(dscale, n, A{0});
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t begin = (row + r) * view.width + first;
+      const Source<T>* dy = LoadCotangent<T, kBits, kColumns>(args, group, begin, n, selected, dy_buffer);
+      const Source<T>* x = nullptr;
+      if constexpr (kScale) x = Stage(args.x.Group<T>(group) + begin, n, x_buffer);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        const A g = ToAcc(dy[i]);
+        dbias[i] += g;
+        if constexpr (kScale) dscale[i] += g * (ToAcc(x[i]) - mean[i]);
+      }
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      out.first[first + i] += dbias[i];
+      out.second[first + i] += dscale[i];
+    }
+  }
+
+  JAXNORM_INLINE void Columns(const View& view, const Unit& unit, const Partials<A>& out) const {
+    alignas(64) A mean[kColumns];
+    if constexpr (kScale) {
+      const A* of_channel = args.mean.Group<A>(unit.group);
+      for (int64_t i = unit.first; i < unit.last; ++i) mean[i - unit.first] = of_channel[view.channel(i)];
+    }
+    const int64_t whole = std::min(unit.end, view.size / view.width);
+    for (int64_t row = unit.begin; row < whole; row += kMostTileRows) {
+      Rows(unit.group, mean, view, row, std::min(kMostTileRows, whole - row), unit.first, unit.last, out);
+    }
+    const int64_t rest = std::min(unit.last, view.size % view.width);
+    if (unit.end > whole && rest > unit.first) Rows(unit.group, mean, view, whole, 1, unit.first, rest, out);
+  }
+
+  // Runs of `n` elements of adjoining channels, kRun elements together at most.
+  JAXNORM_INLINE void Runs(int64_t group, int64_t begin, int64_t n, int64_t first, int64_t last,
+                           const Partials<A>& out) const {
+    alignas(64) Source<T> x_buffer[kStageSize<T>(kRun)], dy_buffer[kStageSize<T>(kRun)];
+    alignas(64) T selected[kBits ? kRun : 1];
+    const int64_t size = (last - first) * n;
+    const Source<T>* all_dy = LoadCotangent<T, kBits, kRun>(args, group, begin, size, selected, dy_buffer);
+    const Source<T>* all_x = nullptr;
+    if constexpr (kScale) all_x = Stage(args.x.Group<T>(group) + begin, size, x_buffer);
+    for (int64_t channel = first; channel < last; ++channel) {
+      const int64_t at = (channel - first) * n;
+      const Source<T>* dy = all_dy + at;
+      const Source<T>* x = kScale ? all_x + at : nullptr;
+      const A mean = kScale ? args.mean.Group<A>(group)[channel] : A{0};
+      const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+        const A g = ToAcc(dy[i]);
+        if constexpr (kScale) return Two<A>{g, g * (ToAcc(x[i]) - mean)};
+        return Two<A>{g, A{0}};
+      });
+      out.first[channel] += sums.first;
+      out.second[channel] += sums.second;
+    }
+  }
+
+  JAXNORM_INLINE void operator()(const View& view, const Unit& unit, const Partials<A>& out) const {
+    if (view.columns) {
+      Columns(view, unit, out);
+      return;
+    }
+    const int64_t together = view.chunks > 1 ? 1 : kRun / view.inner;
+    for (int64_t step = unit.begin; step < unit.end; ++step) {
+      const int64_t at = step % view.chunks * kRun, n = std::min(kRun, view.inner - at);
+      for (int64_t c = unit.first; c < unit.last; c += together) {
+        const int64_t begin = (step / view.chunks * view.channels + c) * view.inner + at;
+        Runs(unit.group, begin, n, c, std::min(unit.last, c + together), out);
+      }
+    }
+  }
+
+  static JAXNORM_INLINE void Combine(A& first, A& second, A& count, A other_first, A other_second, A other_count) {
+    first += other_first;
+    second += other_second;
+    count += other_count;
+  }
+
+  static JAXNORM_INLINE void Fold(A* dbias, A* dscale, A*, int64_t n) {
+    if (n == 1) return;
+    const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{dbias[i], dscale[i]}; });
+    dbias[0] = sums.first;
+    dscale[0] = sums.second;
+  }
+
+  void Store(const View&, int64_t group, int64_t channel, A dbias, A dscale, A) const {
+    if (args.dbias) args.dbias.Group<A>(group)[channel] = dbias;
+    if constexpr (kScale) {
+      // Of an empty batch, whose variance is NaN, the sum is 0.
+      const A var = args.shape.reduced() > 0 ? args.var.Group<A>(group)[channel] : A{1};
+      args.dscale.Group<A>(group)[channel] = dscale / std::sqrt(var + static_cast<A>(epsilon));
+    }
+  }
+};
+
+// ---- Reductions ----
+
+template <typename Kernel>
+JAXNORM_SIMD_CLONES void ReduceUnit(const Kernel& kernel, const View& view, const Unit& unit,
+                                    const Partials<typename Kernel::A>& out) {
+  for (auto* part : {out.first, out.second, out.count}) std::fill(part + unit.first, part + unit.last, 0);
+  kernel(view, unit, out);
+}
+
+// Adds up slots [begin, end) of the parts of a group in those of `to`; the parts lie `pitch` apart.
+template <typename Kernel>
+JAXNORM_SIMD_CLONES void CombineParts(const Partials<typename Kernel::A>& to, int64_t parts, int64_t pitch,
+                                      int64_t begin, int64_t end) {
+  for (int64_t part = 1; part < parts; ++part) {
+    const int64_t at = part * pitch;
+#pragma omp simd
+    for (int64_t i = begin; i < end; ++i) {
+      Kernel::Combine(to.first[i], to.second[i], to.count[i], to.first[at + i], to.second[at + i], to.count[at + i]);
+    }
+  }
+}
+
+// From the columns of channels [begin, end) to their results.
+template <typename Kernel>
+JAXNORM_SIMD_CLONES void FinishChannels(const Kernel& kernel, const View& view, int64_t group, int64_t begin,
+                                        int64_t end, const Partials<typename Kernel::A>& sums) {
+  const int64_t run = view.columns ? view.inner : 1;
+  for (int64_t c = begin; c < end; ++c) {
+    const int64_t i = c * run;
+    Kernel::Fold(sums.first + i, sums.second + i, sums.count + i, run);
+    kernel.Store(view, group, c, sums.first[i], sums.second[i], sums.count[i]);
+  }
+}
+
+template <typename Kernel>
+ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view, int64_t groups) {
+  using A = typename Kernel::A;
+  const int64_t units = groups * view.pieces * view.strips;
+  // At least one slot per channel, also where there are no elements.
+  const int64_t slots = std::max(view.width, view.channels);
+  const std::unique_ptr<A[]> partials(new A[groups * view.pieces * 3 * slots]());
+  const int64_t per_unit = view.size / std::max<int64_t>(1, view.pieces * view.strips);
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, per_unit));
+  ParallelFor(pool, view.size > 0 ? units : 0, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Unit unit = UnitAt(view, i);
+      ReduceUnit(kernel, view, unit, Partials<A>(partials.get(), view, unit.group, unit.piece));
+    }
+  });
+  const int64_t distinct = view.columns ? view.fold : view.width, repeats = view.size > 0 ? view.width / distinct : 1;
+  const int64_t run = view.columns ? std::max<int64_t>(1, view.inner) : 1;
+  const int64_t channel_grain = std::max<int64_t>(64, kGrainElements / (view.pieces * run * repeats));
+  for (int64_t group = 0; group < groups; ++group) {
+    const Partials<A> sums(partials.get(), view, group, 0);
+    ParallelFor(pool, view.channels, channel_grain, [&](int64_t begin, int64_t end) {
+      for (int64_t k = 0; k < repeats && view.size > 0; ++k) {
+        const int64_t at = k * distinct;
+        CombineParts<Kernel>(sums, view.pieces, 3 * view.width, at + begin * run, at + end * run);
+      }
+      CombineParts<Kernel>(sums, repeats, distinct, begin * run, end * run);
+      FinishChannels(kernel, view, group, begin, end, sums);
+    });
+  }
+  return ffi::Error::Success();
+}
+
+// ---- Elementwise passes ----
+
+// A group's array is cut into blocks of whole runs of the last dimension, or parts of one, as its bits are.
+struct Blocks {
+  int64_t size, last, together, per_run, count;
+
+  explicit Blocks(const BatchNormShape& shape) : size(shape.group_size()) {
+    // Where runs are whole bytes their bits adjoin, and all of them are one.
+    last = shape.last % 8 == 0 ? size : shape.last;
+    together = std::max<int64_t>(1, kBlockElements / std::max<int64_t>(1, last));
+    per_run = (last + kBlockElements - 1) / kBlockElements;
+    const int64_t runs = last > 0 ? size / last : 0;
+    count = last <= kBlockElements ? (runs + together - 1) / together : runs * per_run;
+  }
+};
+
+struct Block {
+  int64_t begin, runs, cols, bits;  // bits: first byte
+
+  Block(const Blocks& blocks, int64_t index) {
+    const int64_t run_bytes = (blocks.last + 7) / 8;
+    if (blocks.last <= kBlockElements) {
+      const int64_t run = index * blocks.together;
+      begin = run * blocks.last;
+      bits = run * run_bytes;
+      runs = std::min(blocks.together, blocks.size / blocks.last - run);
+      cols = blocks.last;
+    } else {
+      const int64_t run = index / blocks.per_run, at = index % blocks.per_run * kBlockElements;
+      begin = run * blocks.last + at;
+      bits = run * run_bytes + at / 8;
+      runs = 1;
+      cols = std::min(kBlockElements, blocks.last - at);
+    }
+  }
+  int64_t size() const { return runs * cols; }
+};
+
+// Numbers of each column, or of each channel.
+template <typename A, int kNumbers>
+struct Table {
+  const View view;
+  std::unique_ptr<A[]> data;
+
+  // of_channel(channel, numbers) fills in those of one.
+  template <typename F>
+  Table(const View& view, const F& of_channel) : view(view), data(new A[std::max<int64_t>(1, kNumbers * view.width)]) {
+    const int64_t distinct = view.columns ? view.fold : view.width, run = view.columns ? view.inner : 1;
+    for (int64_t c = 0; c < view.channels; ++c) {
+      A numbers[kNumbers];
+      of_channel(c, numbers);
+      for (int k = 0; k < kNumbers; ++k) std::fill_n(data.get() + k * view.width + c * run, run, numbers[k]);
+    }
+    for (int k = 0; k < kNumbers; ++k) {
+      A* row = data.get() + k * view.width;
+      for (int64_t i = distinct; i < view.width; i += distinct) std::copy_n(row, distinct, row + i);
+    }
+  }
+};
+
+// The k-th number of the elements of a segment: those of adjoining columns, or one for all.
+template <typename A, bool kColumnwise>
+struct Numbers {
+  const A* from;
+  A one;
+  JAXNORM_INLINE Numbers(const A* from) : from(from), one(kColumnwise ? A{0} : *from) {}
+  JAXNORM_INLINE A operator()(int64_t i) const {
+    if constexpr (kColumnwise) return from[i];
+    return one;
+  }
+};
+
+// Calls segment(offset in the range, elements, slot) for the parts of a range that lie in one row or one run each.
+template <bool kColumnwise, typename F>
+JAXNORM_INLINE void ForSegments(const View& view, int64_t begin, int64_t n, const F& segment) {
+  const int64_t length = kColumnwise ? view.width : view.inner;
+  int64_t at = begin % length, channel = kColumnwise ? 0 : begin / length % view.channels;
+  for (int64_t done = 0; done < n; at = 0) {
+    const int64_t take = std::min(length - at, n - done);
+    segment(done, take, kColumnwise ? at : channel);
+    if constexpr (!kColumnwise) channel = channel + 1 == view.channels ? 0 : channel + 1;
+    done += take;
+  }
+}
+
+// What forward does with the sign of its result.
+enum Activation { kIdentity, kRelu, kReluWithBits };
+
+enum ForwardNumber { kMeanOf, kFactorOf, kShiftOf, kForwardNumbers };
+
+template <typename T, bool kColumnwise, Activation kActivation>
+struct Forward {
+  using A = Acc<T>;
+  const BatchNormArgs& args;
+  const Table<A, kForwardNumbers>& table;
+
+  JAXNORM_INLINE void operator()(int64_t group, const Block& block) const {
+    alignas(64) Source<T> x_buffer[kStageSize<T>(kBlockElements)], z_buffer[kStageSize<T>(kBlockElements)];
+    const int64_t n = block.size();
+    const Source<T>* x = Stage(args.x.Group<T>(group) + block.begin, n, x_buffer);
+    if (args.residual) {
+      const Source<T>* z = Stage(args.residual.Group<T>(group) + block.begin, n, z_buffer);
+      Write(group, block, x, x_buffer, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return ToAcc(z[i]); });
+    } else {
+      Write(group, block, x, x_buffer, [](int64_t) JAXNORM_INLINE_LAMBDA { return A{0}; });
+    }
+  }
+
+ private:
+  template <typename Addend>
+  JAXNORM_INLINE void Write(int64_t group, const Block& block, const Source<T>* x, [[maybe_unused]] Source<T>* buffer,
+                            const Addend& addend) const {
+    using Bits = BitsOf<T>;
+    alignas(64) uint8_t flags[kActivation == kReluWithBits ? kBlockElements + 8 : 8];
+    const int64_t n = block.size(), width = table.view.width;
+    T* y = args.y.Group<T>(group) + block.begin;
+    ForSegments<kColumnwise>(
+        table.view, block.begin, n, [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
+          const A* numbers = table.data.get() + slot;
+          const Numbers<A, kColumnwise> mean(numbers + kMeanOf * width), factor(numbers + kFactorOf * width),
+              shift(numbers + kShiftOf * width);
+          const Source<T>* from = x + at;
+          const auto value = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+            const A v = (ToAcc(from[i]) - mean(i)) * factor(i) + shift(i) + addend(at + i);
+            return kActivation != kIdentity && v <= 0 ? A{0} : v;  // NaN stays
+          };
+          if constexpr (kStaged<T>) {
+            Source<T>* to = buffer + at;
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) to[i] = value(i);
+          } else {
+            Bits* to = reinterpret_cast<Bits*>(y) + at;  // GCC vectorises stores of integers, not of structs
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) to[i] = std::bit_cast<Bits>(FromAcc<T>(value(i)));
+          }
+        });
+    if constexpr (kStaged<T>) FromAccRun<T>(buffer, y, n);
+    if constexpr (kActivation == kReluWithBits) {  // of all segments, for the reason that Select has
+      const Bits* rounded = reinterpret_cast<const Bits*>(y);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) flags[i] = IsPositive<T>(rounded[i]);
+      PackMask(flags, block.runs, block.cols, args.bits.Group<uint8_t>(group) + block.bits);
+    }
+  }
+};
+
+// dx = g * factor + keep * (offset + (x - mean) * slope).
+enum BackwardNumber { kCentre, kScaleOf, kOffset, kSlope, kBackwardNumbers };
+
+template <typename T, bool kColumnwise, bool kBits, bool kReduced>
+struct Backward {
+  using A = Acc<T>;
+  const BatchNormArgs& args;
+  const Table<A, kBackwardNumbers>& table;
+
+  JAXNORM_INLINE void operator()(int64_t group, const Block& block) const {
+    alignas(64) T selected[kBits ? kBlockElements : 1];
+    const int64_t n = block.size();
+    const T* g = args.dy.Group<T>(group) + block.begin;
+    T* dresidual = args.dresidual ? args.dresidual.Group<T>(group) + block.begin : nullptr;
+    if constexpr (kBits) {
+      alignas(64) uint8_t flags[kBlockElements + 8];
+      UnpackMask(args.bits.Group<uint8_t>(group) + block.bits, block.runs, block.cols, flags);
+      T* to = dresidual != nullptr ? dresidual : selected;
+      Select(g, flags, n, to);
+      g = to;
+    } else if (dresidual != nullptr) {
+      std::memcpy(dresidual, g, n * sizeof(T));
+    }
+    if (!args.dx) return;
+    if (kReduced && args.mask) {
+      alignas(64) uint8_t keep[kBlockElements];
+      LoadMask(args, group, block.begin, n, keep);
+      const uint8_t* kept = keep;
+      Write(group, block, g, [=](int64_t i, A v) JAXNORM_INLINE_LAMBDA { return kept[i] != 0 ? v : A{0}; });
+    } else {
+      Write(group, block, g, [](int64_t, A v) JAXNORM_INLINE_LAMBDA { return v; });
+    }
+  }
+
+ private:
+  template <typename Keep>
+  JAXNORM_INLINE void Write(int64_t group, const Block& block, const T* g_data, const Keep& keep) const {
+    alignas(64) Source<T> x_buffer[kStageSize<T>(kBlockElements)], g_buffer[kStageSize<T>(kBlockElements)];
+    const int64_t n = block.size(), width = table.view.width;
+    const Source<T>* g = Stage(g_data, n, g_buffer);
+    const Source<T>* x = nullptr;
+    if constexpr (kReduced) x = Stage(args.x.Group<T>(group) + block.begin, n, x_buffer);
+    T* dx = args.dx.Group<T>(group) + block.begin;
+    ForSegments<kColumnwise>(
+        table.view, block.begin, n, [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
+          const A* numbers = table.data.get() + slot;
+          const Numbers<A, kColumnwise> mean(numbers + kCentre * width), factor(numbers + kScaleOf * width),
+              offset(numbers + kOffset * width), slope(numbers + kSlope * width);
+          const auto value = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+            const A own = ToAcc(g[at + i]) * factor(i);
+            if constexpr (!kReduced) return own;
+            return own + keep(at + i, offset(i) + (ToAcc(x[at + i]) - mean(i)) * slope(i));
+          };
+          if constexpr (kStaged<T>) {
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) g_buffer[at + i] = value(i);
+          } else {
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) dx[at + i] = FromAcc<T>(value(i));
+          }
+        });
+    if constexpr (kStaged<T>) FromAccRun<T>(g_buffer, dx, n);
+  }
+};
+
+template <typename Kernel>
+JAXNORM_SIMD_CLONES void RunBlocks(const Kernel& kernel, const Blocks& blocks, int64_t group, int64_t begin,
+                                   int64_t end) {
+  for (int64_t i = begin; i < end; ++i) kernel(group, Block(blocks, i));
+}
+
+template <typename Kernel>
+void Elementwise(ffi::ThreadPool& pool, const Kernel& kernel, const BatchNormShape& shape, int64_t group) {
+  const Blocks blocks(shape);
+  ParallelFor(pool, blocks.count, kGrainElements / kBlockElements,
+              [&](int64_t begin, int64_t end) { RunBlocks(kernel, blocks, group, begin, end); });
+}
+
+template <typename A>
+A Reciprocal(const BatchNormArgs& args, int64_t group, int64_t channel, double epsilon) {
+  return 1 / std::sqrt(args.var.Group<A>(group)[channel] + static_cast<A>(epsilon));
+}
+template <typename A>
+A ScaleOf(const BatchNormArgs& args, int64_t group, int64_t channel) {
+  return args.scale ? args.scale.Group<A>(group)[channel] : A{1};
+}
+
+// Calls body(true_type) or body(false_type).
+template <typename Body>
+void Choose(bool value, const Body& body) {
+  if (value) {
+    body(std::true_type());
+  } else {
+    body(std::false_type());
+  }
+}
+
+template <typename T>
+ffi::Error RunForward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, bool relu) {
+  using A = Acc<T>;
+  const View view(args.shape);
+  for (int64_t group = 0; group < args.shape.groups; ++group) {
+    const Table<A, kForwardNumbers> table(view, [&](int64_t c, A* numbers) {
+      numbers[kMeanOf] = args.mean.Group<A>(group)[c];
+      numbers[kFactorOf] = Reciprocal<A>(args, group, c, epsilon) * ScaleOf<A>(args, group, c);
+      numbers[kShiftOf] = args.bias ? args.bias.Group<A>(group)[c] : A{0};
+    });
+    Choose(view.columns, [&](auto columnwise) {
+      if (args.bits) {
+        Elementwise(pool, Forward<T, columnwise, kReluWithBits>{args, table}, args.shape, group);
+      } else if (relu) {
+        Elementwise(pool, Forward<T, columnwise, kRelu>{args, table}, args.shape, group);
+      } else {
+        Elementwise(pool, Forward<T, columnwise, kIdentity>{args, table}, args.shape, group);
+      }
+    });
+  }
+  return ffi::Error::Success();
+}
+
+template <typename T>
+ffi::Error RunBackward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, int64_t replicas) {
+  using A = Acc<T>;
+  const View view(args.shape);
+  const bool reduced = args.dx && (args.dbias || args.dmean);
+  for (int64_t group = 0; group < args.shape.groups; ++group) {
+    const Table<A, kBackwardNumbers> table(view, [&](int64_t c, A* numbers) {
+      std::fill_n(numbers, kBackwardNumbers, A{0});
+      if (!args.dx) return;
+      const A rstd = Reciprocal<A>(args, group, c, epsilon), factor = rstd * ScaleOf<A>(args, group, c);
+      numbers[kScaleOf] = factor;
+      if (!reduced) return;
+      const A n =
+          args.count ? args.count.Group<A>(group)[c] : static_cast<A>(args.shape.reduced()) * static_cast<A>(replicas);
+      A offset{0}, slope{0};
+      if (args.dbias) {
+        offset = -factor * args.dbias.Group<A>(group)[c];
+        slope = -factor * rstd * args.dscale.Group<A>(group)[c];
+      }
+      if (args.dmean) {
+        offset += args.dmean.Group<A>(group)[c];
+        slope += 2 * args.dvar.Group<A>(group)[c];
+      }
+      numbers[kCentre] = args.mean.Group<A>(group)[c];
+      numbers[kOffset] = offset / n;
+      numbers[kSlope] = slope / n;
+    });
+    Choose(view.columns, [&](auto columnwise) {
+      Choose(static_cast<bool>(args.bits), [&](auto bits) {
+        Choose(reduced, [&](auto with_sums) {
+          Elementwise(pool, Backward<T, columnwise, bits, with_sums>{args, table}, args.shape, group);
+        });
+      });
+    });
+  }
+  return ffi::Error::Success();
+}
+
+// ---- Handlers ----
+
+ffi::Error BatchNormStats(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                          int64_t axis, int64_t end, int64_t operand_names, int64_t result_names) {
+  BatchNormArgs args;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
+  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
+  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    const View view(args.shape, kShortRunOfStatistics);
+    const std::unique_ptr<Acc<T>[]> shifts(new Acc<T>[args.shape.groups * std::max(view.width, view.channels)]());
+    for (int64_t group = 0; group < args.shape.groups && view.size > 0; ++group) {
+      FindShifts<T>(args, view, group, shifts.get() + group * view.width);
+    }
+    return Reduce(pool, Stats<T>{args, shifts.get()}, view, args.shape.groups);
+  });
+}
+
+ffi::Error BatchNormFwd(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                        bool relu) {
+  BatchNormArgs args;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormFwd(operand_names, result_names, relu));
+  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
+  if (args.shape.group_size() == 0) return ffi::Error::Success();
+  return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunForward<T>(pool, args, epsilon, relu); });
+}
+
+ffi::Error BatchNormSums(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                         int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon) {
+  BatchNormArgs args;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormSums(operand_names, result_names));
+  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
+  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    ffi::Error error = ffi::Error::Success();
+    Choose(static_cast<bool>(args.bits), [&](auto bits) {
+      Choose(static_cast<bool>(args.dscale), [&](auto scale) {
+        error = Reduce(pool, Sums<T, bits, scale>{args, epsilon}, View(args.shape), args.shape.groups);
+      });
+    });
+    return error;
+  });
+}
+
+ffi::Error BatchNormDx(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                       int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                       int64_t replicas) {
+  BatchNormArgs args;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormDx(operand_names, result_names, replicas));
+  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
+  if (args.shape.group_size() == 0) return ffi::Error::Success();
+  return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunBackward<T>(pool, args, epsilon, replicas); });
+}
+
+}  // namespace
+
+#define JAXNORM_BATCH_NORM_BINDING() \
+  ffi::Ffi::Bind()                   \
+      .Ctx<ffi::ThreadPool>()        \
+      .RemainingArgs()               \
+      .RemainingRets()               \
+      .Attr<int64_t>("groups")       \
+      .Attr<int64_t>("axis")         \
+      .Attr<int64_t>("end")          \
+      .Attr<int64_t>("operands")     \
+      .Attr<int64_t>("results")
+
+JAXNORM_REGISTER(batch_norm_stats, BatchNormStats, JAXNORM_BATCH_NORM_BINDING());
+JAXNORM_REGISTER(batch_norm_fwd, BatchNormFwd, JAXNORM_BATCH_NORM_BINDING().Attr<double>("epsilon").Attr<bool>("relu"));
+JAXNORM_REGISTER(batch_norm_sums, BatchNormSums, JAXNORM_BATCH_NORM_BINDING().Attr<double>("epsilon"));
+JAXNORM_REGISTER(batch_norm_dx, BatchNormDx,
+                 JAXNORM_BATCH_NORM_BINDING().Attr<double>("epsilon").Attr<int64_t>("replicas"));
+
+}  // namespace jaxnorm

@@ -298,6 +298,12 @@ def _scaled(v, scale, scale_offset):
     return v * (scale.astype(v.dtype) + np.asarray(scale_offset, v.dtype))
 
 
+def _rounded(s):
+    """The same in its own precision: XLA would skip the rounding of a 16-bit sum that is converted at once."""
+    info = jnp.finfo(s.dtype)
+    return jax.lax.reduce_precision(s, info.nexp, info.nmant)
+
+
 def _fwd_reference(
     *operands_,
     axes,
@@ -312,7 +318,7 @@ def _fwd_reference(
     del groups, implementation
     given = _named(_fwd_names(operands), operands_)
     x, mask, bias = given["x"], given.get("mask"), given.get("bias")
-    s = x + given["residual"] if operands & RESIDUAL else x
+    s = _rounded(x + given["residual"]) if operands & RESIDUAL else x
     acc = s.astype(acc_dtype(x.dtype))
     mean, rstd = _statistics(
         acc, mask, axes=axes, center=center, epsilon=epsilon, mesh_axes=mesh_axes

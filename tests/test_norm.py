@@ -511,6 +511,17 @@ def test_row_does_not_depend_on_its_neighbours(op):
 
 
 @ops
+@pytest.mark.parametrize("axis", [0, (0, 1)])
+def test_sum_is_rounded_before_it_is_normalised(op, axis):
+    """Between 256 and 512 the bfloat16 numbers are even; XLA likes to keep what lies between in float32."""
+    x = jnp.full((4, 1), 256, "bfloat16")
+    residual = jnp.asarray([[0], [0.9], [1.1], [2]], "bfloat16")
+    y, s = jax.jit(functools.partial(getattr(jaxnorm, op), axis=axis))(x, residual=residual)
+    np.testing.assert_array_equal(oracle.f64(s).ravel(), [256, 256, 258, 258])
+    oracle.assert_close(y, getattr(oracle, op)(s, axis=axis), "bfloat16")
+
+
+@ops
 def test_implementations_agree(op):
     x, scale = rand((4, 129)), rand((129,), seed=1)
     for implementation in (None, "kernel", "xla"):

@@ -108,6 +108,40 @@ def _xla_norm(x, scale, bias=None, *, mask=None, center):
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
+def _batch_norm_reference(dy, x, gain, bias, *, tiny, **_):
+    rows = tuple(range(x.ndim - 1))
+    n = math.prod(x.shape[:-1])
+    mean = x.mean(rows)
+    rstd = 1 / np.sqrt(((x - mean) ** 2).mean(rows) + EPSILON)
+    xhat = (x - mean) * rstd
+    dbias, dgain = dy.sum(rows), (dy * xhat).sum(rows)
+    dx = rstd * gain * (dy - (dbias + xhat * dgain) / n)
+    # Features are centred before they are scaled, as rows are above.
+    reach = (np.abs(x) + np.abs(mean)) * rstd
+    bias_size, gain_size = np.abs(dy).sum(rows), np.abs(dy * reach).sum(rows)
+    dx_size = rstd * np.abs(gain) * (np.abs(dy) + (bias_size + reach * gain_size) / n)
+    return (
+        (xhat * gain + bias, reach * np.abs(gain) + np.abs(bias), tiny),
+        (dx, dx_size, tiny),
+        (dgain, gain_size, tiny),
+        (dbias, bias_size, tiny),
+    )
+
+
+def _batch_norm(x, scale, bias):
+    return jaxnorm.batch_norm(x, scale, bias, epsilon=EPSILON)[0]
+
+
+def _xla_batch_norm(x, scale, bias):
+    """As Flax computes it by default."""
+    rows = tuple(range(x.ndim - 1))
+    wide = x.astype(scale.dtype)
+    mean = jax.numpy.mean(wide, rows)
+    variance = jax.numpy.maximum(0, jax.numpy.mean(wide * wide, rows) - mean * mean)
+    factor = jax.lax.rsqrt(variance + np.asarray(EPSILON, scale.dtype)) * scale
+    return ((wide - mean) * factor + bias).astype(x.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """An operation, the plain JAX formula, and its float64 reference.
@@ -167,6 +201,9 @@ OPERATIONS = {
                 parameters,
             )
             for name, parameters in (("layer_norm", 2), ("rms_norm", 1))
+        ),
+        Operation(
+            "batch_norm", 1, _batch_norm, _xla_batch_norm, _batch_norm_reference, parameters=2
         ),
     )
 }

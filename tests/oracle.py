@@ -20,6 +20,11 @@ TINY = {name: float(ml_dtypes.finfo(name).smallest_normal) for name in DTYPES}
 LARGEST = {name: float(ml_dtypes.finfo(name).max) for name in DTYPES}
 
 
+def acc_of(dtype) -> str:
+    """What values of a dtype are added up in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def f64(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 

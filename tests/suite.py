@@ -18,6 +18,14 @@ import jaxnorm
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+# ---- arguments ----
+
+
+def rand(shape, dtype="float32", seed=0, scale=3.0, offset=0.0):
+    values = np.random.default_rng(seed).standard_normal(shape) * scale + offset
+    return jnp.asarray(values.astype(np.dtype(dtype)))
+
+
 # ---- operations ----
 
 

@@ -10,22 +10,14 @@ import oracle
 import pytest
 import suite
 from jax.interpreters import partial_eval as pe
-from oracle import DTYPES
+from oracle import DTYPES, acc_of
+from suite import rand
 
 import jaxnorm
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 HAS_KERNELS = jaxnorm.status().modules[0].available
 inf, nan = np.inf, np.nan
-
-
-def rand(shape, dtype="float32", seed=0, scale=3.0, offset=0.0):
-    values = np.random.default_rng(seed).standard_normal(shape) * scale + offset
-    return jnp.asarray(values.astype(np.dtype(dtype)))
-
-
-def acc_of(dtype):
-    return "float64" if dtype == "float64" else "float32"
 
 
 def features_of(x, axis):

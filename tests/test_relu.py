@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import DTYPES
+from suite import rand
 
 import jaxnorm
 
@@ -23,11 +24,6 @@ LONG = (1023, 1024, 1025, 4095, 4097, 8193, 65537)
 # `jaxnorm.relu` is the function; it hides the module of that name.
 _module = importlib.import_module("jaxnorm.relu")
 RELU_FWD, RELU_BWD = _module.relu_fwd_p, _module.relu_bwd_p
-
-
-def rand(shape, dtype="float32", seed=0):
-    values = np.random.default_rng(seed).standard_normal(shape) * 3
-    return jnp.asarray(values.astype(np.dtype(dtype)))
 
 
 def arguments(op, shape, dtype, seed=0):

@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import DTYPES
+from suite import rand
 
 import jaxnorm
 
@@ -22,11 +23,6 @@ def jn(op):
 
 def nn(op):
     return getattr(jax.nn, op)
-
-
-def rand(shape, dtype="float32", seed=0, scale=3.0, offset=0.0):
-    values = np.random.default_rng(seed).standard_normal(shape) * scale + offset
-    return jnp.asarray(values.astype(np.dtype(dtype)))
 
 
 def forward(op, x, axis=-1, **operands):

@@ -156,16 +156,6 @@ __device__ __forceinline__ P MergeWarps(P value, int warps_per_row, RowShared<P>
   return P::MergeLanes(lane < warps_per_row ? shared.warps[first + lane] : P::Identity(), kWarp);
 }
 
-// Merges what the `cluster` blocks that share a row have, after ClusterStart and ClusterWait. `parity`: see
-// ReceiveFromPeers. A kernel that merges again takes another `shared` in between, since a peer may be ahead by one.
-template <typename P>
-__device__ __forceinline__ P MergeBlocks(P value, int cluster, int rank, RowShared<P>& shared, int parity = 0) {
-  const int lane = threadIdx.x % kWarp;
-  if (threadIdx.x < cluster) SendToPeer(&shared.blocks[rank], &shared.barrier, threadIdx.x, value);
-  ReceiveFromPeers(&shared.barrier, cluster * static_cast<int>(sizeof(P)), parity);
-  return P::MergeLanes(lane < cluster ? shared.blocks[lane] : P::Identity(), kWarp);
-}
-
 // A row that a cluster has for itself.
 template <typename P, int kWarps>
 struct ClusterShared {
@@ -173,7 +163,8 @@ struct ClusterShared {
   uint64_t barrier;
 };
 
-// Merges what the warps of the blocks of a cluster have, without merging those of a block first. As MergeBlocks, once.
+// Merges what the warps of the blocks of a cluster have, without merging those of a block first,
+// after ClusterStart and ClusterWait; once in a kernel.
 template <typename P, int kWarps>
 __device__ __forceinline__ P MergeCluster(P value, int cluster, int rank, ClusterShared<P, kWarps>& shared) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;

@@ -701,7 +701,7 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
   constexpr int kBlockThreads = 128;
   if constexpr (Op::kMode == Mode::kPlain && !Op::kBundles) {
     if (slots <= kMaxWarpSlots) {
-      const bool few = slots <= kShortWarpSlots || (!Op::kBundles && slots > kLongWarpSlots);
+      const bool few = slots <= kShortWarpSlots || slots > kLongWarpSlots;
       const int items = slots == 1 ? 1 : few ? kFewWarpItems : kWarpItems<Op>;
       const int lanes = NextPowerOfTwo(CeilDiv(slots, items));
       const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));

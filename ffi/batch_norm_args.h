@@ -70,6 +70,7 @@ struct BatchNormShape {
 // What one group has of an operand or result lies at data + groups.RowOffset(group) elements.
 struct BatchNormBuffer {
   void* data = nullptr;
+  int64_t item_bytes = 0;  // of an element
   Broadcast groups;
   explicit operator bool() const { return data != nullptr; }
 
@@ -136,6 +137,7 @@ struct Layout {
     here.push_back(block);
     JAXNORM_RETURN_IF_ERROR(MakeBroadcast(Span(all), groups, Span(here), &out->groups));
     out->data = buffer.untyped_data();
+    out->item_bytes = static_cast<int64_t>(ffi::ByteWidth(type));
     return ffi::Error::Success();
   }
 

@@ -130,8 +130,8 @@ def batch_norm(
       axis_name: name or names of the mapped axes over which statistics are combined: those of an enclosing `shard_map`,
         `pmap` or `vmap`. Devices may count different numbers of elements.
       axis_index_groups: lists of indices along `axis_name`, all of one length; statistics are combined within each.
-      implementation: None picks the kernel where there is one that has proved itself, which is on the CPU, and XLA
-        elsewhere; "kernel" insists; "xla" is the plain formula.
+      implementation: None picks the kernel where there is one, and XLA elsewhere; "kernel" insists; "xla" is the plain
+        formula.
 
     Returns:
       (y, mean, var). y has x's shape and dtype (parameters do not promote it: cast x for a float32 result). mean and
@@ -197,8 +197,8 @@ def batch_norm_inference(
       epsilon: added to the variance.
       residual: array of x's shape and dtype, added before the activation, and not rounded in between.
       activation: None or "relu".
-      implementation: None picks the kernel where there is one that has proved itself, which is on the CPU, and XLA
-        elsewhere; "kernel" insists; "xla" is the plain formula.
+      implementation: None picks the kernel where there is one, and XLA elsewhere; "kernel" insists; "xla" is the plain
+        formula.
 
     Returns:
       Array of x's shape and dtype.
@@ -1001,25 +1001,26 @@ def _prune_bits(used, params):
 # ---- primitives ----
 
 
-# There are no CUDA kernels yet.
-_PLATFORMS = ("cpu",)
-
-# Partial results of CUDA reductions: at most this many blocks (16 per multiprocessor of an H100 or H200), each of some
-# or all channels. An unknown number of channels gets room for 4096.
-_PARTIAL_BLOCKS = 2112
-_PARTIAL_CHANNELS = 128
-_UNKNOWN_CHANNELS = 4096
+# Partial results of the CUDA reductions, at most: what lets 1000 blocks work on 256 channels each. A partial result is
+# also never of fewer elements than this.
+_MOST_PARTIALS = 2**18
+_LEAST_ELEMENTS = 64
+_UNKNOWN_PARTIALS = 2**22
 
 
 def _scratch(numbers, *avals, names, axes, groups, **_):
-    """Room for `numbers` of the arithmetic's dtype per channel and block."""
-    given = dict(zip(names, avals, strict=True))
-    full = _full({n: a.shape for n, a in given.items()})
-    features = [n for i, n in enumerate(full) if i in axes or i < groups]
-    known = all(isinstance(n, int) for n in features)
-    channels = math.prod(features) if known else _UNKNOWN_CHANNELS
-    words = acc_dtype(next(given[n].dtype for n in names if n in _ARRAYS)).itemsize // 4
-    return words * numbers * (channels + _PARTIAL_BLOCKS * min(channels, _PARTIAL_CHANNELS))
+    """Room for the partial results of a CUDA reduction, of so many numbers each (ffi/cuda/batch_norm_reduce.cu)."""
+    full = _full({n: a.shape for n, a in zip(names, avals, strict=True)})
+    words = acc_dtype(next(a.dtype for n, a in zip(names, avals, strict=True) if n in _ARRAYS))
+    numbers = numbers * words.itemsize // 4
+    if not all(isinstance(n, int) for n in full):
+        return numbers * _UNKNOWN_PARTIALS
+    channels = math.prod(full[a] for a in axes)
+    columns = math.prod(full[axes[0] :])
+    # One for each channel and tile, in lines that are a multiple of 8 elements.
+    least = 8 // math.gcd(columns, 8) * (2 * channels + columns // 256) + 4096
+    least *= math.prod(full[:groups])
+    return numbers * (least + min(_MOST_PARTIALS, math.prod(full) // _LEAST_ELEMENTS))
 
 
 def _attributes(*extra):
@@ -1057,7 +1058,6 @@ def _define(stem, formula, array, extra, scratch=None):
         sharding_rule=_sharding_rule,
         partition=partition,
         scratch=scratch,
-        platforms=_PLATFORMS,
     )
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
     return primitive

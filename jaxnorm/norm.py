@@ -82,8 +82,8 @@ def layer_norm(
       epsilon: added to the variance.
       residual: array of x's shape and dtype, which is added first. The sum is rounded to that dtype, then normalised.
       mask: boolean array that broadcasts to x; which elements the statistics count. All are normalised.
-      implementation: None picks the kernel where there is one that has proved itself, which is on the CPU, and XLA
-        elsewhere; "kernel" insists; "xla" is the plain formula.
+      implementation: None picks the kernel where there is one, and XLA elsewhere; "kernel" insists; "xla" is the plain
+        formula.
 
     Returns:
       Array of x's shape and dtype (parameters do not promote it: cast x for a float32 result); with `residual`, the
@@ -131,8 +131,8 @@ def rms_norm(
       scale_offset: number that is added to scale, in the precision of the arithmetic.
       residual: array of x's shape and dtype, which is added first. The sum is rounded to that dtype, then normalised.
       mask: boolean array that broadcasts to x; which elements the mean square counts. All are normalised.
-      implementation: None picks the kernel where there is one that has proved itself, which is on the CPU, and XLA
-        elsewhere; "kernel" insists; "xla" is the plain formula.
+      implementation: None picks the kernel where there is one, and XLA elsewhere; "kernel" insists; "xla" is the plain
+        formula.
 
     Returns:
       Array of x's shape and dtype (parameters do not promote it: cast x for a float32 result); with `residual`, the

@@ -48,8 +48,7 @@ def test_gradient_calls_the_kernels(op, platform):
     spec = OPS[op]
     text = lowered(value_and_grad(op), *spec.arguments("float32"), platform=platform)
     targets = {target for target, _, _ in calls(text)}
-    waiting = platform == "cuda" and "batch_norm" in spec.forward[0]  # no CUDA kernels yet
-    assert targets == (set() if waiting else {*spec.forward, *spec.backward_of(0)})
+    assert targets == {*spec.forward, *spec.backward_of(0)}
 
 
 @ops

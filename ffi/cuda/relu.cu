@@ -12,6 +12,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "cuda/bits.cuh"
 #include "cuda/vec.cuh"
 #include "relu_args.h"
 
@@ -22,86 +23,6 @@ constexpr int kThreads = 256;
 constexpr int kVecsPerThread = 4;  // 64 bytes of each input in flight per thread, 16 KiB per block
 template <typename T>
 constexpr uint32_t kTile = kThreads * kVecsPerThread * kVecSize<T>;  // elements of one block; a multiple of 8
-
-// ---- Rows that are not whole bytes ----
-
-// The place of an element in the mask: bit col % 8 of byte first_byte + col / 8.
-struct Place {
-  int64_t first_byte;
-  uint32_t col;
-};
-
-// Translates between elements and bytes of the mask near some place. Elements ("positions") and bytes are counted from
-// the start of the row that the place lies in, and run on through the rows that follow; that fits 31 bits and FastDiv.
-//
-// A row above 2^30 columns is treated as if its first `cut_` columns (whole bytes, leaving about 2^30) were missing. A
-// tile that begins among them cannot see the row's end, so that only its column modulo 8 matters.
-class Rows {
- public:
-  explicit Rows(int64_t cols)
-      : near_cols_(static_cast<int32_t>(cols <= kMaxNearCols ? cols : kMaxNearCols + cols % 8)),
-        near_bytes_(static_cast<int32_t>((near_cols_.divisor() + 7) / 8)),
-        cols_(cols),
-        cut_(cols - near_cols_.divisor()) {}
-
-  // A 64-bit division, ~100 instructions: for one thread of a block.
-  __host__ __device__ Place Find(int64_t element) const {
-    const int64_t row = element / cols_;
-    const int64_t true_col = element - row * cols_;
-    const int64_t col = true_col < cut_ ? true_col % 8 : true_col - cut_;
-    return {row * ((cols_ + 7) / 8) + (true_col - col) / 8, static_cast<uint32_t>(col)};
-  }
-
-  // The byte that holds the element at `position`.
-  __host__ __device__ __forceinline__ uint32_t ByteOf(uint32_t position) const {
-    uint32_t col;
-    const uint32_t row = near_cols_.DivMod(position, &col);
-    return row * near_bytes_.divisor() + col / 8;
-  }
-
-  // The first byte none of whose elements lies before `position`.
-  __host__ __device__ __forceinline__ uint32_t ByteFrom(uint32_t position) const {
-    uint32_t col;
-    const uint32_t row = near_cols_.DivMod(position, &col);
-    return row * near_bytes_.divisor() + (col + 7) / 8;
-  }
-
-  // The byte `byte` of the mask, made from the flat bits that begin at position `flat_begin`.
-  __host__ __device__ __forceinline__ uint8_t FlatToByte(const uint8_t* flat, uint32_t flat_begin,
-                                                         uint32_t byte) const {
-    uint32_t byte_in_row;
-    const uint32_t row = near_bytes_.DivMod(byte, &byte_in_row);
-    const uint32_t col = byte_in_row * 8;
-    const uint32_t bit = row * near_cols_.divisor() + col - flat_begin;
-    const uint32_t bits = (flat[bit / 8] | flat[bit / 8 + 1] << 8) >> bit % 8;
-    const uint32_t count = min(8u, near_cols_.divisor() - col);
-    return static_cast<uint8_t>(bits & ((1u << count) - 1));
-  }
-
-  // The kCount <= 8 flat bits from `position` on, taken from the bytes of the mask that begin with byte `bytes_begin`.
-  template <int kCount>
-  __host__ __device__ __forceinline__ uint32_t BytesToFlat(const uint8_t* bytes, uint32_t bytes_begin,
-                                                           uint32_t position) const {
-    uint32_t col;
-    const uint32_t row = near_cols_.DivMod(position, &col);
-    const uint8_t* byte = bytes + (row * near_bytes_.divisor() + col / 8 - bytes_begin);
-    uint32_t bits = 0;
-    for (uint32_t have = 0; have < kCount; ++byte) {  // 1 or 2 rounds, and 1 more per row end
-      const uint32_t take = min(8 - col % 8, near_cols_.divisor() - col);
-      bits |= (*byte >> col % 8 & ((1u << take) - 1)) << have;
-      have += take;
-      col += take;
-      if (col == near_cols_.divisor()) col = 0;
-    }
-    return bits;
-  }
-
- private:
-  static constexpr int64_t kMaxNearCols = 1 << 30;  // and a tile more is still below INT32_MAX
-
-  FastDiv near_cols_, near_bytes_;
-  int64_t cols_, cut_;
-};
 
 // ---- Tiles in registers ----
 
@@ -169,19 +90,6 @@ template <bool kAdd, typename T>
 __device__ __forceinline__ T Sum(T x, T z) {
   if constexpr (kAdd) return FromAcc<T>(ToAcc(x) + ToAcc(z));
   return x;
-}
-
-// Puts relu(s) in the place of s; bit j of the result is s.v[j] > 0.
-template <typename T>
-__device__ __forceinline__ uint32_t Relu(Vec<T, kVecSize<T>>* s) {
-  uint32_t bits = 0;
-#pragma unroll
-  for (int j = 0; j < kVecSize<T>; ++j) {
-    const AccT<T> acc = ToAcc(s->v[j]);
-    bits |= static_cast<uint32_t>(acc > 0) << j;
-    if (acc <= 0) s->v[j] = T{};  // false for NaN, which stays
-  }
-  return bits;
 }
 
 // Joins the bits of the 8 / kVecSize<T> neighbouring threads that hold the elements of one byte.

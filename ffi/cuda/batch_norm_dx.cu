@@ -1,0 +1,168 @@
+// batch_norm's last pass backward: dx, and the residual's cotangent. batch_norm_args.h states the exact results,
+// batch_norm.cuh how an array is walked.
+//
+// Bytes per element of b bytes, each moved once: 3b, with the residual's cotangent 4b, and 1/8 for the bits. The pass
+// before has read the same from front to back, so this one goes from back to front and finds the last of it in the L2
+// cache.
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/batch_norm.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// `n`: elements of a channel, if they are not counted.
+template <typename T, int kCount>
+__device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Lines& lines, const Part& part,
+                                             AccT<T> epsilon, AccT<T> n, Constants<T, kCount>& constants) {
+  using A = AccT<T>;
+  const Channels channels(lines, part.column);
+  const auto load = [&](const GroupArray& array, A(&values)[kCols]) { channels.Load(array.Of<A>(part.group), values); };
+  A factor[kCols], rstd[kCols];
+  LoadFactor(arrays, part.group, channels, epsilon, rstd, factor);
+  constants.Set(0, factor);
+  if constexpr (kCount > 1) {
+    A values[kCols], slope[kCols] = {}, offset[kCols] = {};
+    load(arrays.mean, values);
+    constants.Set(1, values);
+    if (arrays.dbias) {
+      load(arrays.dbias, values);
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) offset[j] = -factor[j] * values[j];
+      load(arrays.dscale, values);
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) slope[j] = -factor[j] * rstd[j] * values[j];
+    }
+    if (arrays.dmean) {
+      load(arrays.dmean, values);
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) offset[j] += values[j];
+      load(arrays.dvar, values);
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) slope[j] += 2 * values[j];
+    }
+    if (arrays.count) load(arrays.count, values);
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      const A part = Reciprocal(arrays.count ? values[j] : n);
+      offset[j] *= part;
+      slope[j] *= part;
+    }
+    constants.Set(2, slope);
+    constants.Set(3, offset);
+  }
+}
+
+// kTerms: x and the sums of backward are there, so that dx is more than g times a factor.
+template <typename T, Bits kBits, bool kTerms, bool kMasked>
+__global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : 2)
+    BatchNormDxKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
+                      const __grid_constant__ BitsView view, const __grid_constant__ MaskView mask, AccT<T> epsilon,
+                      AccT<T> n) {
+  using A = AccT<T>;
+  constexpr int kLines = kMasked ? 2 : kBatch<T, 1>;
+  const Part part = FindPart(lines, spans, true);
+  const T* dy = arrays.dy.Of<T>(part.group);
+  const T* x = kTerms ? arrays.x.Of<T>(part.group) : nullptr;
+  T* dx = arrays.dx ? arrays.dx.Of<T>(part.group) : nullptr;
+  T* dresidual = arrays.dresidual ? arrays.dresidual.Of<T>(part.group) : nullptr;
+  const uint8_t* bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(part.group);
+  Batch<kLines>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(dy, x);
+  [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
+  if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
+
+  // dx = factor * g + slope * (x - mean) + offset
+  __shared__ Constants<T, kTerms ? 4 : 1> constants;
+  if (dx) SetConstants(arrays, lines, part, epsilon, n, constants);
+  const Counted counted(mask, part);
+  int turn = 0;
+  ForLines<kLines>(lines, part, [&](auto k_lines, int64_t line) {
+    const Batch<k_lines> batch(lines, part, line, part.active);
+    Cells<T> dys[k_lines] = {};
+    [[maybe_unused]] Cells<T> xs[k_lines] = {};
+    batch.Load(dy, dys);
+    if constexpr (kTerms) batch.Load(x, xs);
+    if constexpr (kBits != Bits::kNone) {
+      const uint32_t on = LoadBits<kBits>(batch, view, part, line, turn++, bits, ragged);
+#pragma unroll
+      for (int k = 0; k < k_lines; ++k) dys[k].Select(on >> kCols * k);
+    }
+    if (!part.active) return;
+    if (dresidual) batch.Store(dresidual, dys);
+    if (!dx) return;
+    uint32_t counts[k_lines];
+#pragma unroll
+    for (int k = 0; k < k_lines; ++k) counts[k] = kMasked ? counted.Line(line + k, batch.count) : 0;
+#pragma unroll
+    for (int q = 0; q < constants.kQuads; ++q) {
+      const auto factor = constants.Get(0, q);
+      [[maybe_unused]] Vec<A, constants.kQuad> mean, slope, offset;
+      if constexpr (kTerms) {
+        mean = constants.Get(1, q);
+        slope = constants.Get(2, q);
+        offset = constants.Get(3, q);
+      }
+#pragma unroll
+      for (int k = 0; k < k_lines; ++k) {
+        A values[constants.kQuad];
+#pragma unroll
+        for (int j = 0; j < constants.kQuad; ++j) {
+          const int column = q * constants.kQuad + j;
+          values[j] = factor.v[j] * ToAcc(dys[k].Get().v[column]);
+          if constexpr (kTerms) {
+            const A drift = slope.v[j] * (ToAcc(xs[k].Get().v[column]) - mean.v[j]) + offset.v[j];
+            if (!kMasked || (counts[k] >> column & 1)) values[j] += drift;
+          }
+        }
+        dys[k].SetSome(q, values);
+      }
+    }
+    batch.Store(dx, dys);
+  });
+}
+
+// ---- Launch ----
+
+template <typename T, Bits kBits, bool kTerms, bool kMasked>
+ffi::Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
+                 int64_t replicas) {
+  const Lines lines = MakeLines(args.shape, MostColumns<T>(args.shape));
+  const double n = static_cast<double>(args.shape.reduced()) * static_cast<double>(replicas);
+  return ForGroups(args, [&](const GroupArrays& arrays) {
+    const Spans spans = MakeSpans(lines, arrays.groups, 2 * device.sms, kBits == Bits::kRagged ? 2 : 8, kBatch<T, 1>, 2,
+                                  AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual));
+    const Grid grid{spans.blocks * arrays.groups, ThreadsFor(lines)};
+    return Launch<BatchNormDxKernel<T, kBits, kTerms, kMasked>>(
+        device, stream, grid, "BatchNormDxKernel", arrays, lines, spans, BitsView(args.shape, lines),
+        MaskView(args, lines, arrays.first_group), static_cast<AccT<T>>(epsilon), static_cast<AccT<T>>(n));
+  });
+}
+
+ffi::Error BatchNormDx(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                       int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                       int64_t replicas) {
+  BatchNormCall call;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormDx(operand_names, result_names, replicas));
+  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+  const BatchNormArgs& args = call.args;
+  if (args.shape.groups * args.shape.group_size() == 0) return ffi::Error::Success();
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    return DispatchBits<T>(args, [&](auto bits) {
+      if (!args.dx || !(args.dbias || args.dmean)) {
+        return RunDx<T, bits, false, false>(*call.device, stream, args, epsilon, replicas);
+      }
+      if constexpr (bits != Bits::kFlat) {
+        if (args.mask) return RunDx<T, bits, true, true>(*call.device, stream, args, epsilon, replicas);
+      }
+      return RunDx<T, bits, true, false>(*call.device, stream, args, epsilon, replicas);
+    });
+  });
+}
+
+JAXNORM_REGISTER(batch_norm_dx, BatchNormDx, BatchNormBinding().Attr<double>("epsilon").Attr<int64_t>("replicas"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

@@ -1,0 +1,121 @@
+// batch_norm's second pass: the normalised result with its residual, its ReLU and the ReLU's bits. batch_norm_args.h
+// states the exact results, batch_norm.cuh how an array is walked.
+//
+// Bytes per element of b bytes, each moved once: 2b, with a residual 3b, and 1/8 for the bits. The pass before has read x
+// from front to back, so this one goes from back to front and finds the last of it in the L2 cache.
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/batch_norm.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// Of a multiprocessor, at once.
+template <typename T>
+constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
+
+template <typename T, bool kResidual, Bits kBits>
+__global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
+    BatchNormFwdKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
+                       const __grid_constant__ BitsView view, AccT<T> epsilon, bool relu) {
+  using A = AccT<T>;
+  constexpr int kLines = kBatch<T, 1 + kResidual>;
+  const Part part = FindPart(lines, spans, true);
+  const T* x = arrays.x.Of<T>(part.group);
+  const T* residual = kResidual ? arrays.residual.Of<T>(part.group) : nullptr;
+  T* y = arrays.y.Of<T>(part.group);
+  uint8_t* bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(part.group);
+  // With ragged bits, the thread after the tile finds those of the next 8 columns. (No byte reaches into the next line.)
+  const bool beyond = kBits == Bits::kRagged && part.place == part.width && part.tile + 1 < lines.tiles;
+  const bool reads = part.active || beyond;
+  Batch<kLines>(lines, part, part.begin, reads && part.begin < part.full).Prefetch(x, residual);
+  [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
+  if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
+
+  __shared__ Constants<T, 3> constants;
+  {
+    const Channels channels(lines, part.column);
+    A mean[kCols], rstd[kCols], factor[kCols], bias[kCols] = {};
+    channels.Load(arrays.mean.Of<A>(part.group), mean);
+    if (arrays.bias) channels.Load(arrays.bias.Of<A>(part.group), bias);
+    LoadFactor(arrays, part.group, channels, epsilon, rstd, factor);
+    constants.Set(0, mean);
+    constants.Set(1, factor);
+    constants.Set(2, bias);
+  }
+  int turn = 0;
+  ForLines<kLines>(lines, part, [&](auto k_lines, int64_t line) {
+    Batch<k_lines> batch(lines, part, line, reads);
+    Cells<T> cells[k_lines] = {};
+    [[maybe_unused]] Cells<T> residuals[k_lines] = {};
+    batch.Load(x, cells);
+    if constexpr (kResidual) batch.Load(residual, residuals);
+#pragma unroll
+    for (int q = 0; q < constants.kQuads; ++q) {
+      const auto mean = constants.Get(0, q), factor = constants.Get(1, q), bias = constants.Get(2, q);
+#pragma unroll
+      for (int k = 0; k < k_lines; ++k) {
+        A values[constants.kQuad];
+#pragma unroll
+        for (int j = 0; j < constants.kQuad; ++j) {
+          const int column = q * constants.kQuad + j;
+          values[j] = (ToAcc(cells[k].Get().v[column]) - mean.v[j]) * factor.v[j] + bias.v[j];
+          if constexpr (kResidual) values[j] += ToAcc(residuals[k].Get().v[column]);
+        }
+        cells[k].SetSome(q, values);
+      }
+    }
+    uint32_t on = 0;
+    if (kBits != Bits::kNone || relu) {
+#pragma unroll
+      for (int k = 0; k < k_lines; ++k) {
+        Vec<T, kCols> y_line = cells[k].Get();
+        on |= Relu(&y_line) << kCols * k;
+        cells[k].Set(y_line);
+      }
+    }
+    if (part.active) batch.Store(y, cells);
+    if constexpr (kBits != Bits::kNone) StoreBits<kBits>(batch, view, part, line, turn++, on, bits, ragged);
+  });
+}
+
+// ---- Launch ----
+
+template <typename T, bool kResidual, Bits kBits>
+ffi::Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu) {
+  constexpr int kBeyond = kBits == Bits::kRagged;  // threads
+  const Lines lines = MakeLines(args.shape, (kBatchNormThreads<T> - kBeyond) * kCols);
+  return ForGroups(args, [&](const GroupArrays& arrays) {
+    // Many short blocks even out how fast multiprocessors are. Where bits are moved in the block, they begin slowly.
+    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kBeyond ? 2 : 10,
+                                  kBatch<T, 1 + kResidual>, 2, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
+    const Grid grid{spans.blocks * arrays.groups, (lines.tile / kCols + kBeyond + 31) / 32 * 32};
+    return Launch<BatchNormFwdKernel<T, kResidual, kBits>>(device, stream, grid, "BatchNormFwdKernel", arrays, lines,
+                                                           spans, BitsView(args.shape, lines),
+                                                           static_cast<AccT<T>>(epsilon), relu);
+  });
+}
+
+ffi::Error BatchNormFwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                        bool relu) {
+  BatchNormCall call;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormFwd(operand_names, result_names, relu));
+  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+  const BatchNormArgs& args = call.args;
+  if (args.shape.groups * args.shape.group_size() == 0) return ffi::Error::Success();
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    return DispatchBits<T>(args, [&](auto bits) {
+      return args.residual ? RunFwd<T, true, bits>(*call.device, stream, args, epsilon, relu)
+                           : RunFwd<T, false, bits>(*call.device, stream, args, epsilon, relu);
+    });
+  });
+}
+
+JAXNORM_REGISTER(batch_norm_fwd, BatchNormFwd, BatchNormBinding().Attr<double>("epsilon").Attr<bool>("relu"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

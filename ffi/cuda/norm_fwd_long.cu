@@ -1,0 +1,204 @@
+// layer_norm and rms_norm, forward, of long rows: clusters stay for many rows and keep their parameters in registers, as
+// norm_rows.cuh describes. Scale and bias of a slot take several times its own bytes, and bundles of rows so long have
+// few rows to share them.
+//
+// A turn of layer_norm begins with row t: its sum. The mean of row t - 1 and the variance of row t - 2 become known, and
+// the squared deviations of row t - 1 are summed. Row t - 3 is written meanwhile. rms_norm has no mean to wait for.
+#include "norm_fwd.cuh"
+
+namespace jaxnorm {
+namespace {
+
+inline constexpr int kLongSlots = 4;   // of a row per thread
+inline constexpr int kLongStages = 6;  // rows
+
+// Over a row: deviations' squares, elements and, to correct the mean, deviations.
+enum { kSquares, kSum, kRest };
+template <typename T, bool kCenter>
+using NormFwdLongSums = RowSums<AccT<T>, !kCenter           ? 1
+                                         : kCorrectsMean<T> ? 3
+                                                            : 2>;
+
+template <typename Op, bool kCenter>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    NormFwdLongKernel(const __grid_constant__ Op op, const RowsPlan plan) {
+  using T = typename Op::T;
+  using Acc = typename Op::Acc;
+  using V = Vec<T, Op::kVec>;
+  constexpr int kVec = Op::kVec, kSlots = kLongSlots, kStages = kLongStages;
+  constexpr bool kCorrect = kCenter && kCorrectsMean<T>;
+  constexpr int kLag = kCenter ? 3 : 2;   // turns from reading a row to writing it
+  constexpr int kAhead = kStages - kLag;  // and from copying it to reading it
+  using Stages = RowStages<T, Op::kMode, Op::kInputs, kSlots, kStages>;
+  using Sums = NormFwdLongSums<T, kCenter>;
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
+  __shared__ RowExchangeShared<Sums> shared;
+  static_assert(sizeof(shared) <= kStaticSharedBytes);
+  if (plan.cluster > 1) RowExchange<Sums>::ClusterStart(shared);
+  const RowsPlace rows(plan, op.rows);
+  const RowColumns<T, Op::kMode> columns = {op.cols};
+  const Stages stages(shared_bytes, columns, op.Inputs(), plan, rows);
+  // Of this thread's first slot in the row to be copied next.
+  const int64_t step_elements = int64_t{rows.step} * op.cols;
+  int64_t copy_offset = rows.base * op.cols + stages.First(0);
+  const auto copy = [&](int turn, int stage) {
+    if (rows.Inside(turn)) {
+      stages.Copy(copy_offset, stage, false, 0, [&](int k) { return k == 0 ? op.x.data : op.residual.data; });
+    }
+    copy_offset += step_elements;
+    CopyCommit();
+  };
+  for (int n = 0; n < kAhead; ++n) copy(n, n);
+  Acc factor[kSlots][kVec], shift[kSlots][kVec];
+#pragma unroll
+  for (int j = 0; j < kSlots; ++j) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      factor[j][i] = 1;
+      shift[j][i] = 0;
+    }
+    if (!stages.IsActive(j)) continue;
+    if (op.scale.data != nullptr) {
+      columns.Parameter(op.narrow, op.scale.data, stages.Slot(j), stages.skew, factor[j]);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) factor[j][i] += op.scale_offset;
+    }
+    if (op.bias.data != nullptr) columns.Parameter(op.narrow, op.bias.data, stages.Slot(j), stages.skew, shift[j]);
+  }
+  const RowExchange<Sums> exchange(
+      shared, reinterpret_cast<char*>(shared_bytes) + Stages::Bytes(op.Inputs(), blockDim.x, plan.rows_per_block), plan,
+      rows);
+  if (plan.cluster > 1) ClusterWait();
+
+  const Acc count = static_cast<Acc>(op.cols), inverse = 1 / count;
+  Sums sums = exchange.Put(Sums::Identity(), 0);
+  Acc mean = 0;                   // of row turn - 2
+  typename Op::Final final = {};  // of row turn - kLag
+  int stage = 0;                  // of row `turn`
+#pragma unroll 1
+  for (int turn = 0; turn < rows.turns + kLag; ++turn) {
+    CopyWait<kAhead - 1>();
+    Sums own = Sums::Identity();
+    V s[kSlots];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) s[j] = stages.Load(stage, j, 0);
+    if (op.Has(1)) {
+      T* const sum = op.sum + (copy_offset - kAhead * step_elements);
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        s[j] = AddRounded(s[j], stages.Load(stage, j, 1));
+        StoreShared(stages.At(stage, j, 0), s[j]);
+        if (stages.IsActive(j) && rows.Inside(turn)) {
+          stages.Store(sum + j * stages.slot_step * kVec, j, s[j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      Acc values[kVec], sum = 0;
+      ToAccAll(s[j], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum = kCenter ? sum + values[i] : fma(values[i], values[i], sum);
+      own.v[kCenter ? kSum : kSquares] += sum;
+    }
+    const int written = turn - kLag, written_stage = stages.Next(stage, kAhead);
+    if (written >= 0 && rows.Inside(written)) {
+      T* const y = op.y + (copy_offset - kStages * step_elements);
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        // Two at a time, for which there are registers.
+        if (j % 2 == 0) {
+          s[j] = stages.Load(written_stage, j, 0);
+          s[j + 1] = stages.Load(written_stage, j + 1, 0);
+        }
+        Acc values[kVec], out[kVec];
+        ToAccAll(s[j], values);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          out[i] = fma((kCenter ? values[i] - final.mean : values[i]) * final.rstd, factor[j][i], shift[j][i]);
+        }
+        if (stages.IsActive(j)) stages.Store(y + j * stages.slot_step * kVec, j, RoundVec<T>(out));
+      }
+    }
+    sums = exchange.End(sums, turn);
+    Acc squares = sums.v[kSquares];
+    if constexpr (kCenter) {
+      const Acc next = MeanOf(sums.v[kSum], count, inverse);
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) s[j] = stages.Load(stages.Next(stage, kStages - 1), j, 0);
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        Acc values[kVec], sum = 0, rest = 0;
+        ToAccAll(s[j], values);
+        const Acc amount = stages.IsActive(j) ? next : Acc(0);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] -= amount;
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          sum = fma(values[i], values[i], sum);
+          rest += values[i];
+        }
+        own.v[kSquares] += sum;
+        if constexpr (kCorrect) own.v[kRest] += rest;
+      }
+      if constexpr (kCorrect) {  // and the sum of squares
+        const Acc amount = sums.v[kRest] * inverse;
+        mean += amount;
+        squares = fma(-sums.v[kRest], amount, squares);
+        squares = squares < 0 ? Acc(0) : squares;  // not fmax, which would drop NaN
+      }
+      final.mean = mean;
+      mean = next;
+    }
+    final.rstd = InverseSqrt(fma(squares, inverse, op.epsilon));
+    if (const int done = written + 1; done >= 0 && rows.Inside(done) && rows.rank == 0 && rows.thread == 0) {
+      op.StoreStatistics(std::bool_constant<kCenter>(), rows.Index(done), final);
+    }
+    if (turn + 1 < rows.turns + kLag) sums = exchange.Put(own, turn + 1);  // nobody would wait for the last one
+    copy(turn + kAhead, written_stage);
+    stage = stages.Next(stage);
+  }
+}
+
+template <typename Op, bool kCenter>
+bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
+                  ffi::Error* status) {
+  constexpr auto kKernel = NormFwdLongKernel<Op, kCenter>;
+  using Stages = RowStages<typename Op::T, Op::kMode, Op::kInputs, kLongSlots, kLongStages>;
+  const int arrays = op.Inputs(), max_part = (arrays == 1 ? kMaxThreads : kBlockThreads) * kLongSlots;
+  RowsPlan plan;
+  while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > max_part) plan.cluster *= 2;
+  plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
+  if (plan.cluster == 1 || plan.part_slots > max_part) return false;
+  plan.threads_per_row = static_cast<int>(CeilDiv(CeilDiv(plan.part_slots, kLongSlots), kWarp) * kWarp);
+  const int at_once = ActiveClusters<kKernel>(device, kMaxThreads, plan.cluster);
+  if (at_once == 0 || op.rows * plan.cluster < device.sms) return false;
+  plan.blocks = static_cast<int>(std::min<int64_t>(op.rows, at_once));
+  if (!PlanTurns(op.rows, plan)) return false;
+  const Grid grid = {.blocks = int64_t{plan.blocks} * plan.cluster,
+                     .threads = plan.threads_per_row,
+                     .shared_bytes = Stages::Bytes(arrays, plan.threads_per_row, 1) +
+                                     RowExchange<NormFwdLongSums<typename Op::T, kCenter>>::Bytes(plan),
+                     .cluster = plan.cluster};
+  *status = Launch<kKernel>(device, stream, grid, name, op, plan);
+  return true;
+}
+
+}  // namespace
+
+template <typename Op>
+bool LaunchNormFwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
+                       ffi::Error* status) {
+  if (op.center) return LaunchKernel<Op, true>(device, stream, op, slots, name, status);
+  return LaunchKernel<Op, false>(device, stream, op, slots, name, status);
+}
+
+#define JAXNORM_INSTANTIATE(T)                                                                                 \
+  template bool LaunchNormFwdLong(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kPlain>&, int slots, \
+                                  const char*, ffi::Error*);
+JAXNORM_INSTANTIATE(float)
+JAXNORM_INSTANTIATE(__half)
+JAXNORM_INSTANTIATE(__nv_bfloat16)
+#undef JAXNORM_INSTANTIATE
+
+}  // namespace jaxnorm

@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Sums sums = reduce(0, 0, now);
 #pragma unroll 1
   for (int turn = 0; turn < rows.turns; ++turn) {
+    if (op.need_x) sums = exchange.Begin(sums, turn);
     const auto upcoming = op.StatisticsOf(rows.Index(turn + 2), rows.Inside(turn + 2));
     CopyWait<kStages - 2>();
     const int next_place = stages.Next(place);

@@ -10,7 +10,8 @@ namespace {
 
 inline constexpr int kFewThreads = 512;
 inline constexpr int kFewWarps = kFewThreads / kWarp;
-inline constexpr int kFewRows = 8;  // of a block: two warps for each
+inline constexpr int kFewRows = 8;  // of a block, at most
+inline constexpr int kHeld = 2;     // slots of a thread whose parameters it has in registers
 
 // Block i has chunk i % chunks of rows [i / chunks * rows, i / chunks * rows + rows).
 template <typename Partial>
@@ -61,43 +62,63 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     }
     CopyCommit();
   }
-  // Sums over the block's part of each row of f(elements, row); every thread has them after a barrier.
-  const auto sum_rows = [&](bool first, auto f) {
+  // Parameters of a thread's first slots are on their way from now on.
+  Acc factor[kHeld][kVec], shift[kHeld][kVec];
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h) {
+    const int slot = threadIdx.x + h * kFewThreads;
+    if (slot < slots) op.Parameters((begin + slot) * kVec, factor[h], shift[h]);
+  }
+  // Over `width` lanes, of all rows at once.
+  const auto reduce = [](Acc(&sums)[kRows], int width) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (offset < width) sums[r] += __shfl_xor_sync(kAllLanes, sums[r], offset);
+      }
+    }
+  };
+  // Sums over the block's part of each row of f(elements, row).
+  const auto sum_rows = [&](bool first, Acc(&sums)[kRows], auto f) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (first) WaitForRow(r);
-      Acc sum = 0;
+      sums[r] = 0;
       uint32_t from = own + r * row_bytes;
       for (int slot = threadIdx.x; r < rows && slot < slots; slot += kFewThreads, from += kTurnBytes) {
         Acc values[kVec];
         ToAccAll(LoadShared<V>(from), values);
-        sum += f(values, r);
+        sums[r] += f(values, r);
       }
-      sum = LaneReduce(sum, kWarp, [](Acc a, Acc b) { return a + b; });
-      if (lane == 0) shared_sums[r][warp] = sum;
+    }
+    reduce(sums, kWarp);
+    __syncthreads();  // what was there has been read
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (lane == 0) shared_sums[r][warp] = sums[r];
     }
     __syncthreads();
-  };
-  const auto sum_of = [&](int r) {
-    return LaneReduce(shared_sums[r][lane % kFewWarps], kFewWarps, [](Acc a, Acc b) { return a + b; });
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sums[r] = shared_sums[r][lane % kFewWarps];
+    reduce(sums, kFewWarps);
   };
   const Acc count = static_cast<Acc>(slots * kVec), inverse = Partial::Inverse(count);
-  Acc means[kRows] = {};
+  Acc means[kRows] = {}, sums[kRows];
   if constexpr (kCenter) {
 #pragma unroll
     for (int pass = 0; pass < (kCorrectsMean<T> ? 2 : 1); ++pass) {
-      sum_rows(pass == 0, [&](const Acc(&values)[kVec], int r) {
+      sum_rows(pass == 0, sums, [&](const Acc(&values)[kVec], int r) {
         Acc sum = 0;
 #pragma unroll
         for (int i = 0; i < kVec; ++i) sum += values[i] - means[r];
         return sum;
       });
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) means[r] += MeanOf(sum_of(r), count, inverse);
-      __syncthreads();
+      for (int r = 0; r < kRows; ++r) means[r] += MeanOf(sums[r], count, inverse);
     }
   }
-  sum_rows(!kCenter, [&](const Acc(&values)[kVec], int r) {
+  sum_rows(!kCenter, sums, [&](const Acc(&values)[kVec], int r) {
     Acc sum = 0;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
@@ -112,7 +133,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (warp != r || r >= rows) continue;
-    const Partial part = {count, means[r], sum_of(r)};
+    const Partial part = {count, means[r], sums[r]};
     if (lane == 0) posts[r * plan.chunks + chunk].Write(part, plan.tag);
     Partial total = Partial::Identity();
     for (int i = lane; i < plan.chunks; i += kWarp) {
@@ -130,11 +151,8 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   int left_before = 0;
   if (threadIdx.x == 0) left_before = posts[0].Count();
 
-  for (int slot = threadIdx.x; slot < slots; slot += kFewThreads) {
-    const int first = (begin + slot) * kVec;
+  const auto write = [&](int slot, const Acc(&factor)[kVec], const Acc(&shift)[kVec]) {
     const uint32_t from = own + (slot - threadIdx.x) * kVecBytes;
-    Acc factor[kVec], shift[kVec];
-    op.Parameters(first, factor, shift);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= rows) break;
@@ -147,6 +165,14 @@ __global__ void __launch_bounds__(kFewThreads, 1)
       }
       jaxnorm::Store(op.y + (offset + r * int64_t{op.cols} + slot * kVec), RoundVec<T>(out));
     }
+  };
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h) {
+    if (const int slot = threadIdx.x + h * kFewThreads; slot < slots) write(slot, factor[h], shift[h]);
+  }
+  for (int slot = threadIdx.x + kHeld * kFewThreads; slot < slots; slot += kFewThreads) {
+    op.Parameters((begin + slot) * kVec, factor[0], shift[0]);
+    write(slot, factor[0], shift[0]);
   }
   if (!__syncthreads_or(threadIdx.x == 0 && left_before == plan.chunks - 1)) return;
   for (int i = threadIdx.x; i < kRows * plan.chunks; i += kFewThreads) posts[i].Clear();

@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   int stage = 0;                  // of row `turn`
 #pragma unroll 1
   for (int turn = 0; turn < rows.turns + kLag; ++turn) {
+    sums = exchange.Begin(sums, turn);
     CopyWait<kAhead - 1>();
     Sums own = Sums::Identity();
     V s[kSlots];

@@ -340,79 +340,102 @@ struct RowStages {
 
 // ---- Sums over a row ----
 
-// What warps tell each other of a row. They wait for it only after their next row's sums, so that few have to wait; then
-// one may be ahead of the slowest by two turns when it sends the next ones, so there are four places for them.
+// What warps of a block, or blocks of a cluster, tell each other of even and of odd turns: one may be ahead by a turn. In
+// small clusters the warps of all blocks tell each other directly, and none waits before it needs the sums. Then one may
+// be ahead of the slowest by two turns when it sends the next ones, so there are four places for them.
 inline constexpr int kExchangePlaces = 4;
+inline constexpr int kMaxDirectCluster = 4;  // in larger ones, so many messages were measured to take longer
 template <typename Sums>
 struct RowExchangeShared {
-  Sums sums[kExchangePlaces][kMaxThreads / kWarp];                  // of a block alone
-  uint64_t barriers[kBlockThreads / (2 * kWarp)][kExchangePlaces];  // of each row wider than a warp
+  Sums warps[2][kMaxThreads / kWarp];
+  uint64_t barriers[kExchangePlaces];
 };
 
-// For each turn: Put what lanes have of a row, later End, which has the sums of all. The next turn's Put may come before.
+// For each turn: Put what lanes have of a row, then Begin, then End, which has the sums of all. The next turn's Put may
+// come before End.
 template <typename Sums>
 struct RowExchange {
   static constexpr int kBytes = sizeof(Sums);
+  static constexpr int kTurnBytes = sizeof(RowExchangeShared<Sums>::warps) / 2;  // from even to odd turns
 
-  int threads, cluster, warps, lane;
-  uint32_t own_sums, row_sums, place_bytes, barriers;
+  int threads, row_group, cluster, warps, lane;
+  int sent;                      // by each block
+  uint32_t own_warp, row_warps;  // of the block
+  uint32_t own_place, places;    // of the cluster
+  uint32_t barriers;
 
-  // Of dynamic shared memory, for what a cluster's warps have.
+  static __host__ __device__ __forceinline__ bool IsDirect(int cluster) {
+    return cluster > 1 && cluster <= kMaxDirectCluster;
+  }
+  static __host__ __device__ __forceinline__ int Sent(const RowsPlan& plan) {
+    return IsDirect(plan.cluster) ? plan.threads_per_row / kWarp : 1;
+  }
+  // Of dynamic shared memory, for what a cluster's blocks send.
   static int Bytes(const RowsPlan& plan) {
-    return plan.cluster > 1 ? kExchangePlaces * plan.cluster * (plan.threads_per_row / kWarp) * kBytes : 0;
+    return plan.cluster > 1 ? kExchangePlaces * plan.cluster * Sent(plan) * kBytes : 0;
   }
   static __device__ __forceinline__ void ClusterStart(RowExchangeShared<Sums>& shared) {
     static_assert(kExchangePlaces == 4);
-    uint64_t* const b = shared.barriers[0];
+    uint64_t* const b = shared.barriers;
     jaxnorm::ClusterStart(&b[0], &b[1], &b[2], &b[3]);
   }
 
-  // To be called by all threads; for a cluster, between ClusterStart and ClusterWait. `places` has Bytes(plan).
-  __device__ __forceinline__ RowExchange(RowExchangeShared<Sums>& shared, void* places, const RowsPlan& plan,
+  // For a cluster, between ClusterStart and ClusterWait. `memory` has Bytes(plan).
+  __device__ __forceinline__ RowExchange(RowExchangeShared<Sums>& shared, const void* memory, const RowsPlan& plan,
                                          const RowsPlace& place)
-      : threads(place.threads), cluster(plan.cluster), warps(place.threads / kWarp), lane(threadIdx.x % kWarp) {
-    const int warp = threadIdx.x / kWarp;
-    row_sums = SharedAddress(cluster > 1 ? places : &shared.sums[0][warp / max(warps, 1) * warps]);
-    own_sums = row_sums + (place.rank * warps + warp % max(warps, 1)) * kBytes;
-    place_bytes = (cluster > 1 ? cluster * warps : kMaxThreads / kWarp) * kBytes;
-    barriers = SharedAddress(threads > kWarp ? shared.barriers[place.row_group] : shared.barriers[0]);
-    if (threads <= kWarp || cluster > 1) return;
-    if (place.thread == 0) {
-      for (int i = 0; i < kExchangePlaces; ++i) BarrierInit(barriers + i * static_cast<int>(sizeof(uint64_t)), warps);
-    }
-    __syncthreads();
+      : threads(place.threads),
+        row_group(place.row_group),
+        cluster(plan.cluster),
+        warps(place.threads / kWarp),
+        lane(threadIdx.x % kWarp),
+        sent(Sent(plan)),
+        own_warp(SharedAddress(&shared.warps[0][threadIdx.x / kWarp])),
+        row_warps(SharedAddress(&shared.warps[0][row_group * warps + Warp()])),
+        places(SharedAddress(memory)),
+        barriers(SharedAddress(&shared.barriers[0])) {
+    own_place = places + (place.rank * sent + (IsDirect(cluster) ? threadIdx.x / kWarp : 0)) * kBytes;
   }
 
   __device__ __forceinline__ Sums Put(Sums sums, int turn) const {
     if (threads < kWarp) return Sums::MergeLanes(sums, threads);
     sums = Sums::MergeLanes(sums, kWarp);
-    const uint32_t to = own_sums + turn % kExchangePlaces * place_bytes;
-    if (cluster > 1) {
-      if (lane < cluster) SendToPeer(to, Barrier(turn), lane, sums);
+    if (IsDirect(cluster)) {
+      if (lane < cluster) SendToPeer(own_place + PlaceOffset(turn), Barrier(turn), lane, sums);
     } else if (threads > kWarp && lane == 0) {
-      StoreShared(to, sums);
-      BarrierArrive(Barrier(turn));
+      StoreShared(own_warp + (turn & 1) * kTurnBytes, sums);
+    }
+    return sums;
+  }
+
+  __device__ __forceinline__ Sums Begin(Sums sums, int turn) const {
+    if (threads <= kWarp || IsDirect(cluster)) return sums;
+    // A barrier of the threads of one row, of which a block has at most 15 that are wider than a warp.
+    asm volatile("bar.sync %0, %1;" ::"r"(row_group + 1), "r"(threads) : "memory");
+    sums = Warp() < warps ? LoadShared<Sums>(row_warps + (turn & 1) * kTurnBytes) : Sums::Identity();
+    if (warps > 8) sums = Sums::Merge(sums, ShuffleXor(sums, 8));
+    sums = Sums::MergeLanes(sums, 8);
+    if (cluster > 1 && threadIdx.x < cluster) {
+      SendToPeer(own_place + PlaceOffset(turn), Barrier(turn), threadIdx.x, sums);
     }
     return sums;
   }
 
   __device__ __forceinline__ Sums End(Sums sums, int turn) const {
-    if (threads <= kWarp) return sums;
-    const int parity = turn / kExchangePlaces & 1;
-    const uint32_t from = row_sums + turn % kExchangePlaces * place_bytes;
-    if (cluster == 1) {
-      BarrierWait(Barrier(turn), parity);
-      const int warp = lane & (warps > 8 ? 15 : 7);
-      sums = warp < warps ? LoadShared<Sums>(from + warp * kBytes) : Sums::Identity();
-      return Sums::MergeLanes(sums, warps > 8 ? 16 : 8);
-    }
-    ReceiveFromPeers(Barrier(turn), cluster * warps * kBytes, parity);
+    if (cluster == 1) return sums;
+    const int received = cluster * sent;
+    ReceiveFromPeers(Barrier(turn), received * kBytes, turn / kExchangePlaces & 1);
     sums = Sums::Identity();
-    for (int i = lane; i < cluster * warps; i += kWarp) sums = Sums::Merge(sums, LoadShared<Sums>(from + i * kBytes));
+    for (int i = lane; i < received; i += kWarp) {
+      sums = Sums::Merge(sums, LoadShared<Sums>(places + PlaceOffset(turn) + i * kBytes));
+    }
     return Sums::MergeLanes(sums, kWarp);
   }
 
  private:
+  __device__ __forceinline__ int Warp() const { return lane & (warps > 8 ? 15 : 7); }
+  __device__ __forceinline__ int PlaceOffset(int turn) const {
+    return turn % kExchangePlaces * (cluster * sent * kBytes);
+  }
   __device__ __forceinline__ uint32_t Barrier(int turn) const {
     return barriers + turn % kExchangePlaces * static_cast<int>(sizeof(uint64_t));
   }

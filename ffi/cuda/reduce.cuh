@@ -127,32 +127,6 @@ __device__ __forceinline__ void SendToPeer(P* local, uint64_t* barrier, int rank
              static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), rank, value);
 }
 
-// Arrives at a barrier in shared memory, which was initialized with the number of arrivals that complete it.
-__device__ __forceinline__ void BarrierInit(uint32_t address, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(count) : "memory");
-}
-__device__ __forceinline__ void BarrierArrive(uint32_t address) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(address) : "memory");
-}
-// `parity` is that of how often the barrier has been waited for before.
-__device__ __forceinline__ void BarrierWait(uint32_t address, int parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{\n .reg .pred p;\n"
-#if __CUDA_ARCH__ >= 900
-        " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-#else
-        " mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-#endif
-        " selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
-  }
-  __syncwarp();
-}
-
 // Waits for `bytes` from all peers together, this block among them. `parity` is that of how often the barrier has been
 // waited for before.
 __device__ __forceinline__ void ReceiveFromPeers(uint32_t address, int bytes, int parity) {
@@ -160,7 +134,17 @@ __device__ __forceinline__ void ReceiveFromPeers(uint32_t address, int bytes, in
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
-  BarrierWait(address, parity);
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n .reg .pred p;\n"
+        " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+  }
+  __syncwarp();
 #endif
 }
 

@@ -16,9 +16,28 @@
 namespace jaxnorm {
 namespace {
 
-// More were measured to be no faster.
-inline constexpr int kBwdStages = 3;
-inline constexpr int kTogether = 2;  // slots of a thread, for which there are registers
+inline constexpr int kStages =
+    3;  // more were measured to be slower: the first ones are then read before any is written
+
+// Copies the slot at element `offset` of a dense array, where the array may end, to shared memory.
+template <typename T>
+__device__ __forceinline__ void CopyLast(uint32_t shared, const DeviceOperand<T>& array, int64_t offset) {
+  constexpr int kVec = kVecSize<T>;
+  Vec<T, kVec> values;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) values.v[i] = offset + i < array.elements ? array.data[offset + i] : T();
+  StoreShared(shared, values);
+}
+
+// Of word w of a vector, those bits that belong to elements whose bit in `elements` is set.
+template <typename T>
+__device__ __forceinline__ uint32_t ElementMask(unsigned elements, int w) {
+  if constexpr (sizeof(T) == 2) {
+    return (elements >> 2 * w & 1 ? 0xffffu : 0u) | (elements >> 2 * w & 2 ? 0xffff0000u : 0u);
+  } else {
+    return elements >> w * sizeof(uint32_t) / sizeof(T) & 1 ? ~0u : 0u;
+  }
+}
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1)
@@ -27,68 +46,162 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   using V = typename Op::V;
   using Sums = typename Op::Sums;
   using T = typename Op::T;
-  constexpr int kVec = Op::kVec, kSlots = Op::kSlots, kStages = kBwdStages;
-  using Stages = RowStages<T, Op::kMode, kMaxArrays, kSlots, kStages>;
-  constexpr bool kPlain = Op::kMode == Mode::kPlain;
+  constexpr int kVec = Op::kVec, kSlots = Op::kSlots;
+  constexpr bool kRagged = Op::kMode == Mode::kRagged, kPlain = Op::kMode == Mode::kPlain;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ RowExchangeShared<Sums> shared;
   static_assert(sizeof(shared) <= kStaticSharedBytes);
-  if (plan.cluster > 1) RowExchange<Sums>::ClusterStart(shared);
-  const RowsPlace rows(plan, op.rows_per_group);
-  const Stages stages(shared_bytes, op, op.arrays, plan, rows);
-  // Of this thread's first slot, in the row to be copied next and in the one to be stored next.
-  const int64_t step_elements = int64_t{rows.step} * op.cols;
-  int64_t copy_offset = rows.base * op.cols + stages.First(0), store_offset = copy_offset;
-  const int last_turn = rows.Index(rows.own_turns - 1) + 1 == op.rows ? rows.own_turns - 1 : -1;
+  int rank = 0;
+  unsigned block = blockIdx.x, param_group = 0;
+  if (plan.cluster > 1) {
+    RowExchange<Sums>::ClusterStart(shared);
+    rank = static_cast<int>(block % plan.cluster);
+    block /= plan.cluster;
+  }
+  if (block >= plan.blocks) {
+    param_group = block / plan.blocks;
+    block %= plan.blocks;
+  }
+  const int threads = plan.threads_per_row;
+  const int row_group = plan.rows_per_block > 1 ? threadIdx.x / threads : 0;
+  const int thread = threadIdx.x - row_group * threads;
+  const int step = plan.blocks * plan.rows_per_block;  // rows from turn to turn
+  const int block_row = block * plan.rows_per_block;
+  const int turns = plan.turns + (block_row < plan.rest ? 1 : 0);
+  const int own_turns = plan.turns + (block_row + row_group < plan.rest ? 1 : 0);
+  const auto inside = [&](int turn) { return turn < own_turns; };
+  const int64_t base = param_group * op.rows_per_group + block_row + row_group;
+  const auto index = [&](int turn) { return base + int64_t{turn} * step; };
+
+  // This thread's slots, which are the same columns in all of its rows: the step is a multiple of kVec rows (kRagged).
+  const int skew = op.Skew(base);
+  const int first_slot = rank * plan.part_slots + thread;
+  const int end = min((rank + 1) * plan.part_slots, op.Slots());
+  const auto slot_of = [&](int j) { return first_slot + j * threads; };
+  const auto first_of = [&](int j) { return slot_of(j) * kVec - skew; };
+  const auto active = [&](int j) { return slot_of(j) < end; };
+  const bool wraps = kRagged && first_slot == 0 && op.Wraps(skew);
+
+  // In shared memory: slot j of array k of a stage, at constant distances so that addresses take few registers, and
+  // after all stages what continues in a row's first slot.
+  constexpr uint32_t kSlotBytes = kBlockThreads * kVecBytes;
+  const uint32_t stage_bytes = kSlots * op.arrays * kSlotBytes;
+  const uint32_t shared_base = SharedAddress(shared_bytes);
+  const uint32_t own =
+      shared_base + threadIdx.x % kBlockThreads * kVecBytes + threadIdx.x / kBlockThreads * (kStages * stage_bytes);
+  const auto at = [&](int place, int j, int k) { return own + place * stage_bytes + (k * kSlots + j) * kSlotBytes; };
+  const auto wrapped = [&](int place, int k) {
+    const uint32_t halves = (blockDim.x + kBlockThreads - 1) / kBlockThreads;
+    return shared_base + kStages * stage_bytes * halves +
+           ((place * op.arrays + k) * plan.rows_per_block + row_group) * kVecBytes;
+  };
+  // Elements from the first one of the arrays to that of this thread's first slot: of the row to be copied next, and of
+  // the one to be stored next.
+  const int64_t step_elements = int64_t{step} * op.cols;
+  const int slot_step = threads * kVec;
+  int64_t copy_offset = base * op.cols + first_of(0), store_offset = copy_offset;
+  // Only the last row of all may end in a slot that is not all in the array.
+  const int cut_turn = kRagged && base + int64_t{own_turns - 1} * step + 1 == op.rows ? own_turns - 1 : -1;
   const auto copy = [&](int turn, int place) {
-    if (!rows.Inside(turn)) {
-    } else if constexpr (Op::kGeneral) {
-      const typename Op::Row row = op.Begin(rows.Index(turn));
+    if (Op::kGeneral && inside(turn)) {
+      const typename Op::Row row = op.Begin(index(turn));
 #pragma unroll
       for (int k = 0; k < kMaxArrays; ++k) {
         if (k == op.arrays) break;
 #pragma unroll
         for (int j = 0; j < kSlots; ++j) {
-          if (stages.IsActive(j)) {
-            StoreShared(stages.At(place, j, k), row.in[k].template Load<kVec>(stages.First(j)));
-          }
+          if (active(j)) StoreShared(at(place, j, k), row.in[k].template Load<kVec>(first_of(j)));
         }
       }
-    } else {
-      stages.Copy(copy_offset, place, turn == last_turn, op.rows * op.cols, [&](int k) { return op.Array(k).data; });
+    } else if (inside(turn) && turn != cut_turn) {
+#pragma unroll
+      for (int k = 0; k < kMaxArrays; ++k) {
+        if (k == op.arrays) break;
+        const T* const from = op.Array(k).data + copy_offset;
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j) {
+          if (active(j)) CopyAsync(at(place, j, k), from + j * slot_step);
+        }
+        if (wraps) CopyAsync(wrapped(place, k), from + op.Slots() * kVec);
+      }
+    } else if (inside(turn)) {
+#pragma unroll 1
+      for (int k = 0; k < op.arrays; ++k) {
+#pragma unroll 1
+        for (int j = 0; j < kSlots; ++j) {
+          if (active(j)) CopyLast(at(place, j, k), op.Array(k), copy_offset + j * slot_step);
+        }
+        if (wraps) CopyLast(wrapped(place, k), op.Array(k), copy_offset + op.Slots() * kVec);
+      }
     }
     copy_offset += step_elements;
     CopyCommit();
   };
+  // Which bits of a row's first and last slot are columns there, and which of what continues there.
+  using Bits = WordsOf<V>;
+  constexpr int kWords = sizeof(Bits) / sizeof(uint32_t);
+  const auto edge = [&](int j) {
+    return wrapped(kStages, 0) + (row_group * 4 + (slot_of(j) == 0 ? 0 : 2) - row_group) * kVecBytes;
+  };
+  if constexpr (!kPlain) {
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      if (!active(j) || op.Whole(first_of(j))) continue;
+      const auto [here, beside] = op.Parts(slot_of(j), skew);
+      Bits bits[2];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        bits[0].w[w] = ElementMask<T>(here, w);
+        bits[1].w[w] = ElementMask<T>(beside, w);
+      }
+      StoreShared(edge(j), bits[0]);
+      StoreShared(edge(j) + kVecBytes, bits[1]);
+    }
+  }
+  // Puts the columns that a slot has beside those in memory at its place, or 0.
+  const auto complete = [&](int place) {
+    if constexpr (!kPlain) {
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        if (!active(j) || op.Whole(first_of(j))) continue;
+        const auto here = LoadShared<Bits>(edge(j)), beside = LoadShared<Bits>(edge(j) + kVecBytes);
+#pragma unroll
+        for (int k = 0; k < kMaxArrays; ++k) {
+          if (k == op.arrays) break;
+          auto words = LoadShared<Bits>(at(place, j, k));
+          const Bits more = j == 0 && wraps ? LoadShared<Bits>(wrapped(place, k)) : Bits();
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) words.w[w] = (words.w[w] & here.w[w]) | (more.w[w] & beside.w[w]);
+          StoreShared(at(place, j, k), words);
+        }
+      }
+    }
+  };
 
   for (int place = 0; place < kStages; ++place) copy(place, place);
-  auto now = op.StatisticsOf(rows.Index(0), rows.Inside(0)), next = op.StatisticsOf(rows.Index(1), rows.Inside(1));
+  auto now = op.StatisticsOf(index(0), inside(0)), next = op.StatisticsOf(index(1), inside(1));
   Acc scale[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
 #pragma unroll
   for (int j = 0; j < kSlots; ++j) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) scale[j][i] = dscale[j][i] = dbias[j][i] = 0;
-    if (stages.IsActive(j)) op.Scale(rows.param_group, stages.Slot(j), stages.skew, scale[j]);
+    if (active(j)) op.Scale(param_group, slot_of(j), skew, scale[j]);
   }
-  const RowExchange<Sums> exchange(
-      shared, reinterpret_cast<char*>(shared_bytes) + Stages::Bytes(op.arrays, blockDim.x, plan.rows_per_block), plan,
-      rows);
   if (plan.cluster > 1) ClusterWait();
 
-  // Slots that do not exist are 0 and add nothing.
+  const RowExchange<Sums> exchange(shared, reinterpret_cast<char*>(shared_bytes) + plan.exchange_offset, plan, rank,
+                                   row_group);
+  // The sums of a row over the lanes that share it.
   const auto reduce = [&](int turn, int place, const typename Op::Statistics& statistics) {
     auto sums = Sums::Identity();
-    if (rows.Inside(turn)) {
-      const typename Op::Row row = op.Begin(rows.Index(turn));
-      V x[kSlots], dy[kSlots];
-      if (op.arrays == kMaxArrays) stages.Complete(place, 2);
+    complete(place);
+    if (inside(turn)) {
+      const typename Op::Row row = op.Begin(index(turn));
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
-        for (int k = j; j % kTogether == 0 && k < min(j + kTogether, kSlots); ++k) {
-          x[k] = stages.LoadFirst(place, k, 0);
-          dy[k] = stages.LoadFirst(place, k, 1);
-        }
-        op.Reduce(row, statistics, stages.First(j), x[j], dy[j], scale[j], sums, dscale[j], dbias[j]);
+        if (!active(j)) continue;
+        op.Reduce(row, statistics, first_of(j), LoadShared<V>(at(place, j, 0)), LoadShared<V>(at(place, j, 1)),
+                  scale[j], sums, dscale[j], dbias[j]);
       }
     }
     return op.need_x ? exchange.Put(sums, turn) : sums;
@@ -98,31 +211,26 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   CopyWait<kStages - 2>();
   Sums sums = reduce(0, 0, now);
 #pragma unroll 1
-  for (int turn = 0; turn < rows.turns; ++turn) {
+  for (int turn = 0; turn < turns; ++turn) {
     if (op.need_x) sums = exchange.Begin(sums, turn);
-    const auto upcoming = op.StatisticsOf(rows.Index(turn + 2), rows.Inside(turn + 2));
+    const auto upcoming = op.StatisticsOf(index(turn + 2), inside(turn + 2));
     CopyWait<kStages - 2>();
-    const int next_place = stages.Next(place);
+    const int next_place = place + 1 == kStages ? 0 : place + 1;
     Sums next_sums;
-    if (turn + 1 < rows.turns) next_sums = reduce(turn + 1, next_place, next);
+    if (turn + 1 < turns) next_sums = reduce(turn + 1, next_place, next);
     if (op.need_x) {
       sums = exchange.End(sums, turn);
-      if (rows.Inside(turn)) {
-        const typename Op::Row row = op.Begin(rows.Index(turn));
+      if (inside(turn)) {
+        const typename Op::Row row = op.Begin(index(turn));
         const auto final = op.Finish(sums);
-        V x[kSlots], dy[kSlots];
 #pragma unroll
         for (int j = 0; j < kSlots; ++j) {
-          for (int k = j; j % kTogether == 0 && k < min(j + kTogether, kSlots); ++k) {
-            x[k] = stages.Load(place, k, 0);
-            dy[k] = stages.Load(place, k, 1);
-          }
+          if (!active(j)) continue;
           Acc out[kVec];
-          op.Dx(row, now, stages.First(j), x[j], dy[j], scale[j], final, out);
-          if (op.arrays == kMaxArrays) op.Add(stages.Load(place, j, 2), out);
-          if (stages.IsActive(j)) {
-            stages.Store(op.dx + (store_offset + j * stages.slot_step * kVec), j, RoundVec<T>(out));
-          }
+          op.Dx(row, now, first_of(j), LoadShared<V>(at(place, j, 0)), LoadShared<V>(at(place, j, 1)), scale[j], final,
+                out);
+          if (op.arrays == kMaxArrays) op.Add(LoadShared<V>(at(place, j, 2)), out);
+          op.Store(op.dx + (store_offset + j * slot_step), slot_of(j), skew, out);
         }
       }
     }
@@ -144,29 +252,28 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         Vec<Acc, kVecSize<Acc>> vector;
 #pragma unroll
         for (int k = 0; k < kVecSize<Acc>; ++k) vector.v[k] = values[i + k];
-        *reinterpret_cast<Vec<Acc, kVecSize<Acc>>*>(to + stages.First(j) + i) = vector;
+        *reinterpret_cast<Vec<Acc, kVecSize<Acc>>*>(to + first_of(j) + i) = vector;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        if (const int column = op.Column(stages.Slot(j), stages.skew, i); column < op.cols) to[column] = values[i];
+        if (const int column = op.Column(slot_of(j), skew, i); column < op.cols) to[column] = values[i];
       }
     }
   };
   const auto put_all = [&](Acc* to) {
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-      if (!stages.IsActive(j)) continue;
+      if (!active(j)) continue;
       if (op.need_scale) put(to, j, dscale[j]);
       if (op.need_bias) put(to + (op.need_scale ? op.cols : 0), j, dbias[j]);
     }
   };
-  Acc* const out = partials + (rows.param_group * plan.blocks + rows.block) * outputs * op.cols;
+  Acc* const out = partials + (param_group * plan.blocks + block) * outputs * op.cols;
   if (plan.rows_per_block == 1) return put_all(out);
   // The rows of a block leave their sums in the memory that the stages had. Those of a warp are summed first, if their
   // slots have the same columns.
-  const int threads = rows.threads;
-  int sets = plan.rows_per_block, set = rows.row_group;
+  int sets = plan.rows_per_block, set = row_group;
   bool writes = true;
   if (kPlain && threads < kWarp) {
 #pragma unroll
@@ -203,7 +310,6 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
                          ffi::AnyBuffer scratch) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
-  using Stages = RowStages<T, Op::kMode, kMaxArrays, Op::kSlots, kBwdStages>;
   constexpr int kMaxPart = kMaxThreads * Op::kSlots;
   const int slots = op.Slots(), outputs = op.Outputs();
   // Rows that fit no cluster; and those of which L2 can hold all, unless one block has a row for itself.
@@ -221,8 +327,14 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.threads_per_row = static_cast<int>(wanted > kWarp ? CeilDiv(wanted, kWarp) * kWarp : NextPowerOfTwo(wanted));
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   const int threads = plan.threads_per_row * plan.rows_per_block;
+  const int padded = static_cast<int>(CeilDiv(threads, kBlockThreads) * kBlockThreads);
+  const int stage_bytes = Op::kSlots * op.arrays * kVecBytes * padded;
+  // What continues in first slots, and the bits of first and last ones.
+  const int edge_bytes = Op::kMode == Mode::kPlain ? 0 : (kStages * op.arrays + 4) * kVecBytes * plan.rows_per_block;
   if (plan.cluster == 1) at_once = device.sms * (threads <= kBlockThreads ? 2 : 1);
-  const int64_t unit = BlockUnit<Op>(plan.rows_per_block);
+  // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged).
+  const int64_t unit =
+      Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
   int64_t most = CeilDiv(op.rows_per_group, plan.rows_per_block);
   if (outputs > 0) {
     const int64_t row_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
@@ -231,13 +343,26 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     most = std::min(most, room);
   }
   if (most < unit) return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
-  // Each block leaves a row of partial sums, which are written and read.
-  plan.blocks = RowBlocks(op.rows_per_group, plan.rows_per_block, unit, most, at_once, 3 * sizeof(T), 4 * sizeof(Acc));
-  JAXNORM_CHECK(PlanTurns(op.rows_per_group, plan));
+  // Each block leaves a row of partial sums, so as few as run at once: or, if those are no multiple of `unit`, as many
+  // as take few rounds. Weighed by the bytes of each column: of rows, and of partial sums written and read.
+  int64_t blocks = std::min<int64_t>(most / unit * unit, at_once);
+  int64_t least = INT64_MAX;
+  for (int64_t n = unit; blocks % unit != 0 && n <= std::min<int64_t>(most, 8 * at_once); n += unit) {
+    const int64_t rows = CeilDiv(op.rows_per_group, n * plan.rows_per_block) * plan.rows_per_block;
+    const int64_t bytes = CeilDiv(n, at_once) * int64_t{3 * sizeof(T) * rows + 4 * sizeof(Acc)};
+    if (bytes >= least) continue;
+    least = bytes;
+    plan.blocks = static_cast<int>(n);
+  }
+  if (blocks % unit == 0) plan.blocks = static_cast<int>(blocks);
+  const int64_t step = int64_t{plan.blocks} * plan.rows_per_block;
+  JAXNORM_CHECK(op.rows_per_group / step < INT32_MAX);
+  plan.turns = static_cast<int>(op.rows_per_group / step);
+  plan.rest = static_cast<int>(op.rows_per_group % step);
+  plan.exchange_offset = kStages * stage_bytes + edge_bytes;
   Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
                .threads = threads,
-               .shared_bytes =
-                   Stages::Bytes(op.arrays, threads, plan.rows_per_block) + RowExchange<typename Op::Sums>::Bytes(plan),
+               .shared_bytes = plan.exchange_offset + RowExchange<typename Op::Sums>::Bytes(plan),
                .cluster = plan.cluster};
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
   JAXNORM_RETURN_IF_ERROR(Launch<NormBwdKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, partials));

@@ -23,11 +23,7 @@ inline constexpr int kMaxArrays = 3;
 enum { kW, kProduct, kCount };
 
 template <typename T_, Mode kMode_>
-struct NormBwd : RowColumns<T_, kMode_> {
-  using Columns = RowColumns<T_, kMode_>;
-  using Columns::cols;
-  using Columns::Slots;
-  using Columns::Whole;
+struct NormBwd {
   using T = T_;
   using Acc = AccT<T>;
   static constexpr Mode kMode = kMode_;
@@ -39,6 +35,7 @@ struct NormBwd : RowColumns<T_, kMode_> {
   using Sums = RowSums<Acc, kGeneral ? 3 : 2>;
 
   int64_t rows, rows_per_group;
+  int cols;
   int arrays;  // x, dy and, with need_x, dsum
   bool center, need_x, need_scale, need_bias, narrow;
   DeviceOperand<T> x, dy, dsum;
@@ -49,9 +46,9 @@ struct NormBwd : RowColumns<T_, kMode_> {
   T* dx;
 
   explicit NormBwd(const NormBwdArgs& args)
-      : Columns{static_cast<int>(args.shape.cols)},
-        rows(args.shape.rows()),
+      : rows(args.shape.rows()),
         rows_per_group(args.shape.rows_per_group),
+        cols(static_cast<int>(args.shape.cols)),
         arrays(args.dsum && args.dx ? 3 : 2),
         center(args.center),
         need_x(args.dx != nullptr),
@@ -70,6 +67,39 @@ struct NormBwd : RowColumns<T_, kMode_> {
         dx(static_cast<T*>(args.dx)) {}
 
   __host__ __device__ __forceinline__ int Outputs() const { return (need_scale ? 1 : 0) + (need_bias ? 1 : 0); }
+  __host__ __device__ __forceinline__ int Slots() const { return (cols + kVec - 1) / kVec; }
+
+  // ---- Columns and slots ----
+  //
+  // Slots are those of the dense arrays, which are aligned (kRagged), or of the columns (others). A row that begins
+  // within a slot may touch one slot more than it fills: its columns there belong to the first slot, whose elements
+  // before the row's begin are free.
+
+  __device__ __forceinline__ int Skew(int64_t index) const {
+    return kMode == Mode::kRagged ? static_cast<int>(index * cols % kVec) : 0;
+  }
+  // Of element i of a slot; cols or more if it has none.
+  __device__ __forceinline__ int Column(int slot, int skew, int i) const {
+    const int column = slot * kVec - skew + i;
+    return column < 0 ? column + Slots() * kVec : column;
+  }
+  __device__ __forceinline__ bool Wraps(int skew) const { return skew + cols > Slots() * kVec; }
+  // Bit i: element i of a slot is a column that lies there in memory; and, one that lies in the slot after the last one.
+  struct SlotParts {
+    unsigned here, beside;
+  };
+  __device__ __forceinline__ SlotParts Parts(int slot, int skew) const {
+    constexpr unsigned kAll = (1u << kVec) - 1;
+    const int first = slot * kVec - skew;
+    const unsigned here = kAll << max(-first, 0) & kAll >> max(first + kVec - cols, 0) & kAll;
+    if (first >= 0) return {here, 0};
+    const int left = cols + skew - Slots() * kVec;
+    return {here, left > 0 ? (1u << left) - 1 : 0};
+  }
+  // Whether a slot's elements are as many columns in a row; `first` is that of element 0.
+  __device__ __forceinline__ bool Whole(int first) const {
+    return kMode == Mode::kPlain || (first >= 0 && first + kVec <= cols);
+  }
 
   // ---- Rows ----
 
@@ -119,7 +149,18 @@ struct NormBwd : RowColumns<T_, kMode_> {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) out[i] = 1;
     if (scale.data == nullptr) return;
-    this->Parameter(narrow, scale.Row(group), slot, skew, out);
+    const void* row = scale.Row(group);
+    const int first = slot * kVec - skew;
+    if (kMode == Mode::kPlain && IsVecAligned(row)) {
+      DeviceParameter<T>::template Load</*kAligned=*/true>(narrow, row, first, cols, out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int column = Column(slot, skew, i);
+        if (column >= cols) continue;
+        out[i] = narrow ? ToAcc(static_cast<const T*>(row)[column]) : static_cast<const Acc*>(row)[column];
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kVec; ++i) out[i] += scale_offset;
   }
@@ -190,6 +231,23 @@ struct NormBwd : RowColumns<T_, kMode_> {
     ToAccAll(values, added);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) out[i] += added[i];
+  }
+
+  // `to` is where element 0 of the slot belongs.
+  __device__ __forceinline__ void Store(T* to, int slot, int skew, const Acc (&values)[kVec]) const {
+    const V rounded = RoundVec<T>(values);
+    const int first = slot * kVec - skew;
+    if (kMode == Mode::kPlain || (Whole(first) && IsVecAligned(to))) {
+      jaxnorm::Store(to, rounded);
+    } else {
+      const auto [here, beside] = Parts(slot, skew);
+      T* const after = to + Slots() * kVec;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (here >> i & 1) to[i] = rounded.v[i];
+        if (beside >> i & 1) after[i] = rounded.v[i];
+      }
+    }
   }
 };
 

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 
         Acc out[kVec];
         op.Dx(op.Begin(index(r)), statistics, first, xs[r], gs[r], sc, shared[turn & 1][r], out);
         if (op.arrays == kMaxArrays) op.Add(added[r], out);
-        op.Store(op.dx + (index(r) * op.cols + first), slot, 0, RoundVec<typename Op::T>(out));
+        op.Store(op.dx + (index(r) * op.cols + first), slot, 0, out);
       }
     }
   }

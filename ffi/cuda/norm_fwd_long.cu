@@ -11,6 +11,7 @@ namespace {
 
 inline constexpr int kLongSlots = 4;   // of a row per thread
 inline constexpr int kLongStages = 6;  // rows
+inline constexpr uint32_t kLongSlotBytes = kBlockThreads * kVecBytes;
 
 // Over a row: deviations' squares, elements and, to correct the mean, deviations.
 enum { kSquares, kSum, kRest };
@@ -29,21 +30,48 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   constexpr bool kCorrect = kCenter && kCorrectsMean<T>;
   constexpr int kLag = kCenter ? 3 : 2;   // turns from reading a row to writing it
   constexpr int kAhead = kStages - kLag;  // and from copying it to reading it
-  using Stages = RowStages<T, Op::kMode, Op::kInputs, kSlots, kStages>;
   using Sums = NormFwdLongSums<T, kCenter>;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ RowExchangeShared<Sums> shared;
   static_assert(sizeof(shared) <= kStaticSharedBytes);
-  if (plan.cluster > 1) RowExchange<Sums>::ClusterStart(shared);
-  const RowsPlace rows(plan, op.rows);
-  const RowColumns<T, Op::kMode> columns = {op.cols};
-  const Stages stages(shared_bytes, columns, op.Inputs(), plan, rows);
+  RowExchange<Sums>::ClusterStart(shared);
+  const int rank = blockIdx.x % plan.cluster, block = blockIdx.x / plan.cluster;
+  const int turns = plan.turns + (block < plan.rest ? 1 : 0);
+  const int first_slot = rank * plan.part_slots + threadIdx.x;
+  const int end = min((rank + 1) * plan.part_slots, op.cols / kVec);
+  const int slot_step = blockDim.x * kVec;  // in elements
+  // Bit j: the row has this thread's slot j. One register, where comparisons would take several.
+  unsigned active_slots = 0;
+#pragma unroll
+  for (int j = 0; j < kSlots; ++j) active_slots |= (first_slot + j * static_cast<int>(blockDim.x) < end ? 1u : 0u) << j;
+  asm volatile("" : "+r"(active_slots));
+  const auto active = [&](int j) { return (active_slots >> j & 1) != 0; };
+  // Slot j of array k of a stage, at constant distances so that addresses take few registers.
+  const uint32_t stage_bytes = kSlots * op.Inputs() * kLongSlotBytes;
+  const uint32_t own = SharedAddress(shared_bytes) + threadIdx.x % kBlockThreads * kVecBytes +
+                       threadIdx.x / kBlockThreads * (kStages * stage_bytes);
+  const auto at = [&](int stage, int j, int k) {
+    return own + stage * stage_bytes + (k * kSlots + j) * kLongSlotBytes;
+  };
+  const auto load = [&](int stage, int j, int k) { return LoadShared<V>(at(stage, j, k)); };
+  for (int j = 0; j < kSlots; ++j) {  // slots that do not exist can be read: they are 0
+    for (int n = 0; !active(j) && n < kStages * op.Inputs(); ++n) {
+      StoreShared(at(0, j, 0) + n * kSlots * kLongSlotBytes, uint4());
+    }
+  }
+  const auto after = [](int stage, int by) { return stage + by >= kStages ? stage + by - kStages : stage + by; };
   // Of this thread's first slot in the row to be copied next.
-  const int64_t step_elements = int64_t{rows.step} * op.cols;
-  int64_t copy_offset = rows.base * op.cols + stages.First(0);
+  const int64_t step_elements = int64_t{plan.blocks} * op.cols;
+  int64_t copy_offset = int64_t{block} * op.cols + first_slot * kVec;
   const auto copy = [&](int turn, int stage) {
-    if (rows.Inside(turn)) {
-      stages.Copy(copy_offset, stage, false, 0, [&](int k) { return k == 0 ? op.x.data : op.residual.data; });
+#pragma unroll
+    for (int k = 0; k < Op::kInputs; ++k) {
+      if (turn >= turns || !op.Has(k)) continue;
+      const T* const from = (k == 0 ? op.x.data : op.residual.data) + copy_offset;
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        if (active(j)) CopyAsync(at(stage, j, k), from + j * slot_step);
+      }
     }
     copy_offset += step_elements;
     CopyCommit();
@@ -52,23 +80,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Acc factor[kSlots][kVec], shift[kSlots][kVec];
 #pragma unroll
   for (int j = 0; j < kSlots; ++j) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      factor[j][i] = 1;
-      shift[j][i] = 0;
-    }
-    if (!stages.IsActive(j)) continue;
-    if (op.scale.data != nullptr) {
-      columns.Parameter(op.narrow, op.scale.data, stages.Slot(j), stages.skew, factor[j]);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) factor[j][i] += op.scale_offset;
-    }
-    if (op.bias.data != nullptr) columns.Parameter(op.narrow, op.bias.data, stages.Slot(j), stages.skew, shift[j]);
+    op.Parameters(active(j) ? first_slot * kVec + j * slot_step : 0, factor[j], shift[j]);
   }
-  const RowExchange<Sums> exchange(
-      shared, reinterpret_cast<char*>(shared_bytes) + Stages::Bytes(op.Inputs(), blockDim.x, plan.rows_per_block), plan,
-      rows);
-  if (plan.cluster > 1) ClusterWait();
+  const RowExchange<Sums> exchange(shared, reinterpret_cast<char*>(shared_bytes) + plan.exchange_offset, plan, rank, 0);
+  ClusterWait();
 
   const Acc count = static_cast<Acc>(op.cols), inverse = 1 / count;
   Sums sums = exchange.Put(Sums::Identity(), 0);
@@ -76,21 +91,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   typename Op::Final final = {};  // of row turn - kLag
   int stage = 0;                  // of row `turn`
 #pragma unroll 1
-  for (int turn = 0; turn < rows.turns + kLag; ++turn) {
+  for (int turn = 0; turn < turns + kLag; ++turn) {
     sums = exchange.Begin(sums, turn);
     CopyWait<kAhead - 1>();
     Sums own = Sums::Identity();
     V s[kSlots];
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) s[j] = stages.Load(stage, j, 0);
+    for (int j = 0; j < kSlots; ++j) s[j] = load(stage, j, 0);
     if (op.Has(1)) {
       T* const sum = op.sum + (copy_offset - kAhead * step_elements);
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
-        s[j] = AddRounded(s[j], stages.Load(stage, j, 1));
-        StoreShared(stages.At(stage, j, 0), s[j]);
-        if (stages.IsActive(j) && rows.Inside(turn)) {
-          stages.Store(sum + j * stages.slot_step * kVec, j, s[j]);
+        s[j] = AddRounded(s[j], load(stage, j, 1));
+        StoreShared(at(stage, j, 0), s[j]);
+        if (active(j) && turn < turns) {
+          jaxnorm::Store(sum + j * slot_step, s[j]);
         }
       }
     }
@@ -102,15 +117,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       for (int i = 0; i < kVec; ++i) sum = kCenter ? sum + values[i] : fma(values[i], values[i], sum);
       own.v[kCenter ? kSum : kSquares] += sum;
     }
-    const int written = turn - kLag, written_stage = stages.Next(stage, kAhead);
-    if (written >= 0 && rows.Inside(written)) {
+    const int written = turn - kLag, written_stage = after(stage, kAhead);
+    if (written >= 0 && written < turns) {
       T* const y = op.y + (copy_offset - kStages * step_elements);
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         // Two at a time, for which there are registers.
         if (j % 2 == 0) {
-          s[j] = stages.Load(written_stage, j, 0);
-          s[j + 1] = stages.Load(written_stage, j + 1, 0);
+          s[j] = load(written_stage, j, 0);
+          s[j + 1] = load(written_stage, j + 1, 0);
         }
         Acc values[kVec], out[kVec];
         ToAccAll(s[j], values);
@@ -118,7 +133,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         for (int i = 0; i < kVec; ++i) {
           out[i] = fma((kCenter ? values[i] - final.mean : values[i]) * final.rstd, factor[j][i], shift[j][i]);
         }
-        if (stages.IsActive(j)) stages.Store(y + j * stages.slot_step * kVec, j, RoundVec<T>(out));
+        if (active(j)) jaxnorm::Store(y + j * slot_step, RoundVec<T>(out));
       }
     }
     sums = exchange.End(sums, turn);
@@ -126,12 +141,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if constexpr (kCenter) {
       const Acc next = MeanOf(sums.v[kSum], count, inverse);
 #pragma unroll
-      for (int j = 0; j < kSlots; ++j) s[j] = stages.Load(stages.Next(stage, kStages - 1), j, 0);
+      for (int j = 0; j < kSlots; ++j) s[j] = load(after(stage, kStages - 1), j, 0);
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         Acc values[kVec], sum = 0, rest = 0;
         ToAccAll(s[j], values);
-        const Acc amount = stages.IsActive(j) ? next : Acc(0);
+        const Acc amount = active(j) ? next : Acc(0);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] -= amount;
 #pragma unroll
@@ -152,12 +167,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       mean = next;
     }
     final.rstd = InverseSqrt(fma(squares, inverse, op.epsilon));
-    if (const int done = written + 1; done >= 0 && rows.Inside(done) && rows.rank == 0 && rows.thread == 0) {
-      op.StoreStatistics(std::bool_constant<kCenter>(), rows.Index(done), final);
+    if (const int done = written + 1; done >= 0 && done < turns && rank == 0 && threadIdx.x == 0) {
+      op.StoreStatistics(std::bool_constant<kCenter>(), block + int64_t{done} * plan.blocks, final);
     }
-    if (turn + 1 < rows.turns + kLag) sums = exchange.Put(own, turn + 1);  // nobody would wait for the last one
+    if (turn + 1 < turns + kLag) sums = exchange.Put(own, turn + 1);  // nobody would wait for the last one
     copy(turn + kAhead, written_stage);
-    stage = stages.Next(stage);
+    stage = after(stage, 1);
   }
 }
 
@@ -165,7 +180,6 @@ template <typename Op, bool kCenter>
 bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
                   ffi::Error* status) {
   constexpr auto kKernel = NormFwdLongKernel<Op, kCenter>;
-  using Stages = RowStages<typename Op::T, Op::kMode, Op::kInputs, kLongSlots, kLongStages>;
   const int arrays = op.Inputs(), max_part = (arrays == 1 ? kMaxThreads : kBlockThreads) * kLongSlots;
   RowsPlan plan;
   while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > max_part) plan.cluster *= 2;
@@ -175,12 +189,16 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, i
   const int at_once = ActiveClusters<kKernel>(device, kMaxThreads, plan.cluster);
   if (at_once == 0 || op.rows * plan.cluster < device.sms) return false;
   plan.blocks = static_cast<int>(std::min<int64_t>(op.rows, at_once));
-  if (!PlanTurns(op.rows, plan)) return false;
-  const Grid grid = {.blocks = int64_t{plan.blocks} * plan.cluster,
-                     .threads = plan.threads_per_row,
-                     .shared_bytes = Stages::Bytes(arrays, plan.threads_per_row, 1) +
-                                     RowExchange<NormFwdLongSums<typename Op::T, kCenter>>::Bytes(plan),
-                     .cluster = plan.cluster};
+  if (op.rows / plan.blocks >= INT32_MAX / 2) return false;
+  plan.turns = static_cast<int>(op.rows / plan.blocks);
+  plan.rest = static_cast<int>(op.rows % plan.blocks);
+  const int halves = static_cast<int>(CeilDiv(plan.threads_per_row, kBlockThreads));
+  plan.exchange_offset = kLongStages * kLongSlots * arrays * halves * static_cast<int>(kLongSlotBytes);
+  const Grid grid = {
+      .blocks = int64_t{plan.blocks} * plan.cluster,
+      .threads = plan.threads_per_row,
+      .shared_bytes = plan.exchange_offset + RowExchange<NormFwdLongSums<typename Op::T, kCenter>>::Bytes(plan),
+      .cluster = plan.cluster};
   *status = Launch<kKernel>(device, stream, grid, name, op, plan);
   return true;
 }

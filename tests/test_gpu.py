@@ -99,6 +99,14 @@ def test_benchmark_cases(case):
     check(case.op, rand(shape, case.dtype), axis)
 
 
+@pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [4096, 20000, 20001])
+def test_norm_many_long_rows(op, dtype, columns):
+    """More rows than there are blocks, or clusters of them, which then stay for several."""
+    test_norm.check(op, rand((500, columns), dtype), "float32", residual=True)
+
+
 NORM_CASES = [c for c in cases.select(tag="gpu") if c.op in cases.NORMS]
 
 
@@ -255,6 +263,7 @@ def test_calls_are_captured_in_a_cuda_graph(tmp_path):
     )
     result = processes.run("graph", tmp_path, env={"JAX_PLATFORMS": "cuda", "XLA_FLAGS": flags})
     assert result["error"] < 1e-6
+    assert result["few_rows_alike"]
     assert result["thunks"], "no thunk dump: look for the name of the file in this XLA version"
     assert set(result["captured"]) == {
         "jaxnorm_softmax_fwd",

@@ -16,31 +16,8 @@
 namespace jaxnorm {
 namespace {
 
-inline constexpr int kBlockThreads = 256;  // or twice as many for one long row
 inline constexpr int kStages =
     3;  // more were measured to be slower: the first ones are then read before any is written
-
-struct NormBwdPlan {
-  int blocks = 1;            // or clusters, for each group
-  int turns = 1, rest = 0;   // of a block, and one more if its first row is before `rest`
-  int threads_per_row = 32;  // a power of two up to 32, or whole warps
-  int rows_per_block = 1;
-  int cluster = 1;
-  int part_slots = 0;  // of a row per block
-};
-
-// What warps, and the blocks of a cluster, tell each other of even and of odd turns: one may be ahead by a turn.
-template <typename Sums>
-struct NormBwdShared {
-  Sums warps[2][kMaxThreads / kWarp];
-  Sums blocks[2][kMaxCluster];
-  uint64_t barriers[2];
-};
-
-// A barrier of the threads of one row, of which a block has at most 15 that are wider than a warp.
-__device__ __forceinline__ void RowBarrier(int group, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
-}
 
 // Copies the slot at element `offset` of a dense array, where the array may end, to shared memory.
 template <typename T>
@@ -64,7 +41,7 @@ __device__ __forceinline__ uint32_t ElementMask(unsigned elements, int w) {
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    NormBwdKernel(const __grid_constant__ Op op, const NormBwdPlan plan, typename Op::Acc* partials) {
+    NormBwdKernel(const __grid_constant__ Op op, const RowsPlan plan, typename Op::Acc* partials) {
   using Acc = typename Op::Acc;
   using V = typename Op::V;
   using Sums = typename Op::Sums;
@@ -72,12 +49,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   constexpr int kVec = Op::kVec, kSlots = Op::kSlots;
   constexpr bool kRagged = Op::kMode == Mode::kRagged, kPlain = Op::kMode == Mode::kPlain;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ NormBwdShared<Sums> shared;
+  __shared__ RowExchangeShared<Sums> shared;
   static_assert(sizeof(shared) <= kStaticSharedBytes);
   int rank = 0;
   unsigned block = blockIdx.x, param_group = 0;
   if (plan.cluster > 1) {
-    ClusterStart(&shared.barriers[0], &shared.barriers[1]);
+    RowExchange<Sums>::ClusterStart(shared);
     rank = static_cast<int>(block % plan.cluster);
     block /= plan.cluster;
   }
@@ -212,11 +189,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   if (plan.cluster > 1) ClusterWait();
 
-  const int warps = threads / kWarp, lane = threadIdx.x % kWarp, warp_of_row = lane & (warps > 8 ? 15 : 7);
-  constexpr uint32_t kTurnBytes = sizeof(shared.warps[0]);  // from even to odd turns
-  const uint32_t own_sums = SharedAddress(&shared.warps[0][threadIdx.x / kWarp]);
-  const uint32_t row_sums = SharedAddress(&shared.warps[0][row_group * warps + warp_of_row]);
-  // The sums of a row over the lanes that share it; other warps find them in shared memory after the next barrier.
+  const RowExchange<Sums> exchange(shared, reinterpret_cast<char*>(shared_bytes) + plan.exchange_offset, plan, rank,
+                                   row_group);
+  // The sums of a row over the lanes that share it.
   const auto reduce = [&](int turn, int place, const typename Op::Statistics& statistics) {
     auto sums = Sums::Identity();
     complete(place);
@@ -229,11 +204,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                   scale[j], sums, dscale[j], dbias[j]);
       }
     }
-    if (!op.need_x) return sums;
-    if (threads < kWarp) return Sums::MergeLanes(sums, threads);
-    sums = Sums::MergeLanes(sums, kWarp);
-    if (threads > kWarp && lane == 0) StoreShared(own_sums + (turn & 1) * kTurnBytes, sums);
-    return sums;
+    return op.need_x ? exchange.Put(sums, turn) : sums;
   };
 
   int place = 0;
@@ -241,26 +212,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Sums sums = reduce(0, 0, now);
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    const int parity = turn & 1;
-    if (op.need_x && threads > kWarp) {
-      RowBarrier(row_group, threads);
-      sums = warp_of_row < warps ? LoadShared<Sums>(row_sums + parity * kTurnBytes) : Sums::Identity();
-      if (warps > 8) sums = Sums::Merge(sums, ShuffleXor(sums, 8));
-      sums = Sums::MergeLanes(sums, 8);
-      if (plan.cluster > 1 && threadIdx.x < plan.cluster) {
-        SendToPeer(&shared.blocks[parity][rank], &shared.barriers[parity], threadIdx.x, sums);
-      }
-    }
+    if (op.need_x) sums = exchange.Begin(sums, turn);
     const auto upcoming = op.StatisticsOf(index(turn + 2), inside(turn + 2));
     CopyWait<kStages - 2>();
     const int next_place = place + 1 == kStages ? 0 : place + 1;
     Sums next_sums;
     if (turn + 1 < turns) next_sums = reduce(turn + 1, next_place, next);
     if (op.need_x) {
-      if (plan.cluster > 1) {
-        ReceiveFromPeers(&shared.barriers[parity], plan.cluster * static_cast<int>(sizeof(Sums)), turn >> 1 & 1);
-        sums = Sums::MergeLanes(lane < plan.cluster ? shared.blocks[parity][lane] : Sums::Identity(), kWarp);
-      }
+      sums = exchange.End(sums, turn);
       if (inside(turn)) {
         const typename Op::Row row = op.Begin(index(turn));
         const auto final = op.Finish(sums);
@@ -355,7 +314,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   const int slots = op.Slots(), outputs = op.Outputs();
   // Rows that fit no cluster; and those of which L2 can hold all, unless one block has a row for itself.
   const int64_t input_bytes = args.shape.size() * 2 * static_cast<int64_t>(sizeof(T));
-  NormBwdPlan plan;
+  RowsPlan plan;
   int at_once = 0;
   while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > kMaxPart) plan.cluster *= 2;
   if (plan.cluster > 1) at_once = ActiveClusters<NormBwdKernel<Op>>(device, kMaxThreads, plan.cluster);
@@ -400,9 +359,10 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   JAXNORM_CHECK(op.rows_per_group / step < INT32_MAX);
   plan.turns = static_cast<int>(op.rows_per_group / step);
   plan.rest = static_cast<int>(op.rows_per_group % step);
+  plan.exchange_offset = kStages * stage_bytes + edge_bytes;
   Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
                .threads = threads,
-               .shared_bytes = kStages * stage_bytes + edge_bytes,
+               .shared_bytes = plan.exchange_offset + RowExchange<typename Op::Sums>::Bytes(plan),
                .cluster = plan.cluster};
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
   JAXNORM_RETURN_IF_ERROR(Launch<NormBwdKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, partials));

@@ -9,6 +9,7 @@
 #include "launch.cuh"
 #include "norm.cuh"
 #include "norm_args.h"
+#include "norm_rows.cuh"
 #include "operand.cuh"
 #include "reduce.cuh"
 #include "rows.cuh"
@@ -20,23 +21,6 @@ inline constexpr int kMaxArrays = 3;
 
 // Over a row: w = dy * scale, w * xhat and, with a mask, how many elements count.
 enum { kW, kProduct, kCount };
-template <typename Acc, int kN>
-struct RowSums {
-  Acc v[kN];
-  static __device__ __forceinline__ RowSums Identity() { return {}; }
-  static __device__ __forceinline__ RowSums Merge(RowSums a, RowSums b) {
-#pragma unroll
-    for (int i = 0; i < kN; ++i) a.v[i] += b.v[i];
-    return a;
-  }
-  static __device__ __forceinline__ RowSums MergeLanes(RowSums p, int width) {
-#pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-      if (offset < width) p = Merge(p, ShuffleXor(p, offset));
-    }
-    return p;
-  }
-};
 
 template <typename T_, Mode kMode_>
 struct NormBwd {

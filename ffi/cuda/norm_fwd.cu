@@ -26,10 +26,21 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
     const bool split = slots > MaxRowSlots(general, *device);
     if constexpr (!std::is_same_v<T, double>) {
       const NormFwd<T, Mode::kRagged> ragged(args);
+      const bool aligned = full && whole && general.scale.VecAligned() && general.bias.VecAligned();
+      if (aligned && slots >= kMinSplitSlots && !general.grouped) {
+        auto status = ffi::Error::Success();
+        const NormFwd<T, Mode::kPlain> plain(args);
+        if (LaunchNormFwdFew(*device, stream, plain, slots, scratch, name, &status)) return status;
+      }
       if (full && split) return LaunchSplit(*device, stream, ragged, slots, scratch, name);
-      if (full && whole && general.scale.VecAligned() && general.bias.VecAligned()) {
+      if (aligned) {
         const NormFwd<T, Mode::kPlain> plain(args);
         if (slots <= kShortSlots && !plain.grouped) return LaunchNormFwdShort(*device, stream, plain, slots, name);
+        auto status = ffi::Error::Success();
+        if (slots > MaxBundleSlots(plain.center) && !plain.grouped &&
+            LaunchNormFwdLong(*device, stream, plain, slots, name, &status)) {
+          return status;
+        }
         return LaunchRow(*device, stream, plain, slots, name);
       }
       if (full) return LaunchRow(*device, stream, ragged, slots, name);

@@ -7,6 +7,7 @@
 
 #include "norm.cuh"
 #include "norm_args.h"
+#include "norm_rows.cuh"
 #include "operand.cuh"
 #include "rows.cuh"
 
@@ -22,6 +23,19 @@ __device__ __forceinline__ float InverseSqrt(float x) {
   return isnan(residual) ? y : fma(0.5f * y, residual, y);
 }
 __device__ __forceinline__ double InverseSqrt(double x) { return 1 / sqrt(x); }
+
+// sum / count, given 1 / count. Divided with a step of Newton's method: the mean of equal numbers is that number, and
+// their variance 0.
+template <typename Acc>
+__device__ __forceinline__ Acc MeanOf(Acc sum, Acc count, Acc inverse) {
+  const Acc quotient = sum * inverse;
+  return isfinite(quotient) ? fma(fma(-quotient, count, sum), inverse, quotient) : quotient;
+}
+
+// Whether that, being rounded, is corrected by the mean of the deviations from it. The mean of 16-bit numbers is exact
+// enough.
+template <typename T>
+inline constexpr bool kCorrectsMean = sizeof(T) == sizeof(AccT<T>);
 
 // a + b, rounded to T.
 template <typename T, int N>
@@ -91,6 +105,7 @@ struct NormFwd {
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
   static constexpr bool kBundles = !kGeneral;
+  static constexpr int kPairSlots = 512;
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 
   int64_t rows;
@@ -277,6 +292,7 @@ struct NormFwd {
   // ---- Bundles ----
 
   __host__ __device__ __forceinline__ bool CanBundle() const { return !grouped; }
+  int MaxBundleRows(int slots) const { return kMode == Mode::kPlain && center && slots <= kPairSlots ? 2 : 4; }
 
   __device__ __forceinline__ Row Shifted(Row row, int64_t elements) const {
     row.y += elements;
@@ -467,11 +483,28 @@ struct NormFwd {
   }
 };
 
-inline constexpr int kShortSlots = 64;  // of a row that norm_fwd_short.cu takes, at most
+inline constexpr int kShortSlots = kWarp;  // of a row that norm_fwd_short.cu takes, at most
 
 // Defined there for the kPlain operations; rows have their parameters in common.
 template <typename Op>
 ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name);
+
+// Few rows, of more slots than that, take norm_fwd_few.cu if all of their elements fit the multiprocessors' shared memory.
+inline constexpr int kMinSplitSlots = 8192;
+
+// Defined there for the kPlain operations; rows have their parameters in common. False if it does not suit.
+template <typename Op>
+bool LaunchNormFwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
+                      const char* name, ffi::Error* status);
+
+// Rows of more slots take norm_fwd_long.cu, where that suits: bundles of them have few rows, or many blocks to wait for.
+// Layer_norm has twice the parameters.
+inline int MaxBundleSlots(bool center) { return center ? 2048 : 4096; }
+
+// Defined there for the kPlain operations; rows have their parameters in common. False if it does not suit.
+template <typename Op>
+bool LaunchNormFwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
+                       ffi::Error* status);
 
 }  // namespace jaxnorm
 

@@ -1,80 +1,66 @@
 // layer_norm and rms_norm, forward, of short rows.
 //
-// A row is in the registers of 1..32 lanes. Each thread works on several rows with the same columns, whose scale and
-// bias it loads once: they may be larger than the rows' slots, and loading them for each row would take longer than all
-// else.
+// A row is in the registers of 1..32 lanes, a slot in each. Each thread works on several rows with the same columns, whose
+// scale and bias it loads once: they may be larger than the rows' slots, and loading them for each row would take longer
+// than all else.
 #include "norm_fwd.cuh"
 
 namespace jaxnorm {
 namespace {
 
 inline constexpr int kShortThreads = 128;
-inline constexpr int kShortPerThread = 4;  // slots, of all rows
+inline constexpr int kShortRows = 4;  // of a thread
 
-// Slot j of lane t of a row's 2^log2_lanes is j * lanes + t; row r of a thread is r * (groups of lanes in the block)
-// after its first.
-template <typename Op, int kItems, int kRows>
+// Row r of a thread is r * (groups of lanes in the block) after its first.
+template <typename Op>
 __global__ void __launch_bounds__(kShortThreads, 5)
     NormFwdShortKernel(const __grid_constant__ Op op, const int log2_lanes) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
   using V = Vec<T, Op::kVec>;
-  constexpr int kVec = Op::kVec;
+  constexpr int kVec = Op::kVec, kRows = kShortRows;
   static_assert(Op::kMode == Mode::kPlain);
   const int lanes = 1 << log2_lanes, lane = threadIdx.x & (lanes - 1);
   const int groups = kShortThreads >> log2_lanes;
   const int64_t first_row = int64_t{blockIdx.x} * (groups * kRows) + (threadIdx.x >> log2_lanes);
   const int left = static_cast<int>(min(op.rows - first_row, static_cast<int64_t>(kShortThreads * kRows)));
   const int64_t offset = first_row * op.cols + lane * kVec;
-  const int row_step = groups * op.cols, slot_step = lanes * kVec;
+  const int row_step = groups * op.cols;
+  const bool active = lane * kVec < op.cols;
   const auto inside = [&](int r) { return r * groups < left; };
-  const auto active = [&](int j) { return (lane + j * lanes) * kVec < op.cols; };
-  const auto at = [&](int r, int j) { return offset + (r * row_step + j * slot_step); };
+  const auto at = [&](int r) { return offset + r * row_step; };
 
-  const auto load = [&](const T* from, V(&to)[kRows][kItems]) {
+  const auto load = [&](const T* from, V(&to)[kRows]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        uint4 words = {};
-        if (inside(r) && active(j)) words = std::bit_cast<uint4>(jaxnorm::Load(from + at(r, j)));
-        to[r][j] = std::bit_cast<V>(words);
-      }
+      uint4 words = {};
+      if (inside(r) && active) words = std::bit_cast<uint4>(jaxnorm::Load(from + at(r)));
+      to[r] = std::bit_cast<V>(words);
     }
   };
-  V raw[kRows][kItems];
+  V raw[kRows];
   load(op.x.data, raw);
-  Acc factor[kItems][kVec], shift[kItems][kVec];
-#pragma unroll
-  for (int j = 0; j < kItems; ++j) op.Parameters(active(j) ? (lane + j * lanes) * kVec : 0, factor[j], shift[j]);
+  Acc factor[kVec], shift[kVec];
+  op.Parameters(active ? lane * kVec : 0, factor, shift);
   if (op.Has(1)) {
-    V added[kRows][kItems];
+    V added[kRows];
     load(op.residual.data, added);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        raw[r][j] = AddRounded(raw[r][j], added[r][j]);
-        if (inside(r) && active(j)) jaxnorm::Store(op.sum + at(r, j), raw[r][j]);
-      }
+      raw[r] = AddRounded(raw[r], added[r]);
+      if (inside(r) && active) jaxnorm::Store(op.sum + at(r), raw[r]);
     }
   }
-  Acc values[kRows][kItems][kVec];  // 0 where there is no slot
+  Acc values[kRows][kVec];  // 0 where there is no slot
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int j = 0; j < kItems; ++j) ToAccAll(raw[r][j], values[r][j]);
-  }
+  for (int r = 0; r < kRows; ++r) ToAccAll(raw[r], values[r]);
   // Sums over each row of f(value).
   const auto sum_rows = [&](Acc(&sums)[kRows], auto f) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       sums[r] = 0;
 #pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sums[r] += f(values[r][j][i]);
-      }
+      for (int i = 0; i < kVec; ++i) sums[r] += f(values[r][i]);
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
 #pragma unroll
@@ -84,12 +70,9 @@ __global__ void __launch_bounds__(kShortThreads, 5)
   const auto subtract = [&](const Acc(&amounts)[kRows]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      const Acc amount = active ? amounts[r] : Acc(0);
 #pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        const Acc amount = active(j) ? amounts[r] : Acc(0);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) values[r][j][i] -= amount;
-      }
+      for (int i = 0; i < kVec; ++i) values[r][i] -= amount;
     }
   };
   const Acc count = static_cast<Acc>(op.cols), inverse = 1 / count;
@@ -98,13 +81,9 @@ __global__ void __launch_bounds__(kShortThreads, 5)
     if (center) {
       sum_rows(mean, [](Acc s) { return s; });
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        // Divided with a step of Newton's method: the mean of equal numbers is that number, and their variance 0.
-        const Acc quotient = mean[r] * inverse;
-        mean[r] = isfinite(quotient) ? fma(fma(-quotient, count, mean[r]), inverse, quotient) : quotient;
-      }
+      for (int r = 0; r < kRows; ++r) mean[r] = MeanOf(mean[r], count, inverse);
       subtract(mean);
-      if constexpr (sizeof(T) == sizeof(Acc)) {  // the mean was rounded; that of the deviations corrects it
+      if constexpr (kCorrectsMean<T>) {
         Acc rest[kRows];
         sum_rows(rest, [](Acc d) { return d; });
 #pragma unroll
@@ -121,14 +100,11 @@ __global__ void __launch_bounds__(kShortThreads, 5)
       if (!inside(r)) continue;
       const typename Op::Final final = {mean[r], InverseSqrt(fma(squares[r], inverse, op.epsilon))};
       if (lane == 0) op.StoreStatistics(center, first_row + r * groups, final);
+      if (!active) continue;
+      Acc out[kVec];
 #pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        if (!active(j)) continue;
-        Acc out[kVec];
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) out[i] = fma(values[r][j][i] * final.rstd, factor[j][i], shift[j][i]);
-        jaxnorm::Store(op.y + at(r, j), RoundVec<T>(out));
-      }
+      for (int i = 0; i < kVec; ++i) out[i] = fma(values[r][i] * final.rstd, factor[i], shift[i]);
+      jaxnorm::Store(op.y + at(r), RoundVec<T>(out));
     }
   });
 }
@@ -138,15 +114,9 @@ __global__ void __launch_bounds__(kShortThreads, 5)
 template <typename Op>
 ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots,
                               const char* name) {
-  const auto launch = [&]<int kItems>(std::integral_constant<int, kItems>) {
-    const int lanes = NextPowerOfTwo(CeilDiv(slots, kItems));
-    const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
-    constexpr int kRows = kShortPerThread / kItems;
-    const Grid grid = {.blocks = CeilDiv(op.rows, kShortThreads / lanes * kRows), .threads = kShortThreads};
-    return Launch<NormFwdShortKernel<Op, kItems, kRows>>(device, stream, grid, name, op, log2_lanes);
-  };
-  if (slots <= kWarp) return launch(std::integral_constant<int, 1>());
-  return launch(std::integral_constant<int, 2>());
+  const int lanes = NextPowerOfTwo(slots), log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
+  const Grid grid = {.blocks = CeilDiv(op.rows, kShortThreads / lanes * kShortRows), .threads = kShortThreads};
+  return Launch<NormFwdShortKernel<Op>>(device, stream, grid, name, op, log2_lanes);
 }
 
 #define JAXNORM_INSTANTIATE(T)                                                                                        \

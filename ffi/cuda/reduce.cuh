@@ -93,31 +93,44 @@ __device__ __forceinline__ void ClusterWait() {
 #endif
 }
 
-// Writes `value` to the variable at `local`, and counts it at the barrier at `barrier`, both in the shared memory of
-// block `rank` of this cluster.
+// Writes `value` to shared memory at `address`, and counts it at the barrier at `counter`, both in block `rank` of this
+// cluster.
 template <typename P>
-__device__ __forceinline__ void SendToPeer(P* local, uint64_t* barrier, int rank, P value) {
+__device__ __forceinline__ void SendToPeer(uint32_t address, uint32_t counter, int rank, P value) {
 #if __CUDA_ARCH__ >= 900
   const auto words = std::bit_cast<WordsOf<P>>(value);
-  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
-  uint32_t counter = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(counter), "r"(rank));
+  constexpr int kCount = sizeof(P) / sizeof(uint32_t);
+  if constexpr (kCount % 2 == 0) {  // each store is counted by itself, which takes time
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(P) / sizeof(uint32_t)); ++i) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + 4 * i),
-        "r"(words.w[i]), "r"(counter)
-        : "memory");
+    for (int i = 0; i < kCount; i += 2) {
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+                       address + 4 * i),
+                   "r"(words.w[i]), "r"(words.w[i + 1]), "r"(counter)
+                   : "memory");
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + 4 * i),
+          "r"(words.w[i]), "r"(counter)
+          : "memory");
+    }
   }
 #endif
+}
+template <typename P>
+__device__ __forceinline__ void SendToPeer(P* local, uint64_t* barrier, int rank, P value) {
+  SendToPeer(static_cast<uint32_t>(__cvta_generic_to_shared(local)),
+             static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), rank, value);
 }
 
 // Waits for `bytes` from all peers together, this block among them. `parity` is that of how often the barrier has been
 // waited for before.
-__device__ __forceinline__ void ReceiveFromPeers(uint64_t* barrier, int bytes, int parity) {
+__device__ __forceinline__ void ReceiveFromPeers(uint32_t address, int bytes, int parity) {
 #if __CUDA_ARCH__ >= 900
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
@@ -133,6 +146,10 @@ __device__ __forceinline__ void ReceiveFromPeers(uint64_t* barrier, int bytes, i
   }
   __syncwarp();
 #endif
+}
+
+__device__ __forceinline__ void ReceiveFromPeers(uint64_t* barrier, int bytes, int parity) {
+  ReceiveFromPeers(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), bytes, parity);
 }
 
 // ---- A row shared by threads, warps and blocks ----

@@ -50,6 +50,7 @@
 // and with kBundles, where the tiers of one row leave the variant to run time:
 //   WithoutVariant(f)
 //   bool CanBundle()                        whether LoadForStore is the same for all rows
+//   int MaxBundleRows(slots)                best number of rows of a bundle, 2 or 4
 //   Running<kN>                             what a thread gathers of kN rows, initially {}
 //   void Accumulate(v, Slot(&)[kN], Running<kN>&)    one slot of each; only the first and last one may have edges
 //   void Totals(v, Running<kN>, Partial(&)[kN])
@@ -657,12 +658,14 @@ int MaxRowSlots(const Op& op, const DeviceInfo& device) {
 
 // Of a bundle, per block: three blocks share a multiprocessor.
 inline constexpr int kMaxBundleBytes = 72 << 10;
-inline constexpr int kBundleSlotsPerThread = 16;  // of all rows
+// Of all rows. Unaligned parameters take longer to load, so more rows should share them.
+template <typename Op>
+inline constexpr int kBundleSlotsPerThread = Op::kMode == Mode::kPlain ? 8 : 16;
 
 // The Bundle tier with kRows rows; false if it does not suit.
 template <typename Op, int kRows>
 bool PlanBundle(const DeviceInfo& device, const Op& op, int slots, BlockPlan& plan) {
-  constexpr int kBlockThreads = 128, kSlots = kBundleSlotsPerThread / kRows;
+  constexpr int kBlockThreads = 128, kSlots = kBundleSlotsPerThread<Op> / kRows;
   const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
   if (op.rows < kRows * kBundleStep<Op>) return false;
   const int64_t cluster = CeilDiv(row_bytes * kRows, kMaxBundleBytes);
@@ -713,7 +716,7 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
   }
   if constexpr (Op::kBundles) {
     BlockPlan plan;
-    if (op.CanBundle() && PlanBundle<Op, 4>(device, op, slots, plan)) {
+    if (op.CanBundle() && op.MaxBundleRows(slots) >= 4 && PlanBundle<Op, 4>(device, op, slots, plan)) {
       return LaunchBundle<Op, 4>(device, stream, op, plan, name);
     }
     if (op.CanBundle() && PlanBundle<Op, 2>(device, op, slots, plan)) {

@@ -654,13 +654,22 @@ def test_linen_errors():
 
 
 def test_axis_names_that_are_not_there():
-    """The one error that is not JAX's."""
+    """These errors are jaxnorm's, which say what JAX's do not."""
     for library in LIBRARIES:
         ours = pair(library, "BatchNorm")[1]
         x = normal((6, 8))
         options = {"axis_name": "nowhere", "use_running_average": False}
+        run = functools.partial(apply, ours, variables_of(ours, 8, x, {}), features=8, call={})
         with pytest.raises(ValueError, match="axis_name must name axes of an enclosing shard_map"):
-            apply(ours, variables_of(ours, 8, x, {}), x, 8, options, {})
+            run(x=x, options=options)
+        grouped = options | {"axis_name": "d", "axis_index_groups": GROUPS["halves"]}
+        with pytest.raises(ValueError, match="axis_index_groups must be None in a shard_map that"):
+            jax.shard_map(
+                lambda x, run=run, grouped=grouped: run(x=x, options=grouped)[0],
+                mesh=_mesh(),
+                in_specs=P("d"),
+                out_specs=P("d"),
+            )(normal((8, 8)))
 
 
 # ---- statistics over devices ----
@@ -967,6 +976,19 @@ def test_replacing_flax_at_run_time(monkeypatch):
 
 
 # ---- the package ----
+
+
+def test_the_table_of_arguments():
+    """docs/flax.md names every argument of the installed release, and none that it lacks."""
+    table = (ROOT / "docs" / "flax.md").read_text().partition("## Every argument of Flax")[2]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    wanted = {"mask", "use_running_average"}
+    for library in LIBRARIES:
+        for name in NAMES:
+            theirs = pair(library, name)[0]
+            wanted |= set(inspect.signature(theirs.__init__).parameters) - {"self"}
+    assert documented == wanted
 
 
 def _python(program):

@@ -15,6 +15,8 @@ import numpy as np
 import jaxnorm
 from jaxnorm import _check
 
+MISSING = "Flax is not installed, which {} needs. Install it with: pip install 'jaxnorm[flax]'"
+
 
 def axes_of(ndim, axes):
     """`axes` as Flax reads them, a tuple without duplicates; None if there is none, or one that x does not have."""
@@ -25,6 +27,12 @@ def axes_of(ndim, axes):
     found = tuple(entries)
     # Flax takes a set's order for that of the features, which from 9 dimensions on need not be x's.
     return found if found == tuple(sorted(entries & set(range(ndim)))) and found else None
+
+
+def sizes_match(x, features, parameters):
+    """Whether every parameter has one element per feature."""
+    count = math.prod(x.shape[a] for a in features)
+    return all(p.size == count for p in parameters)
 
 
 def answers(module, x, mask, dtypes):
@@ -89,7 +97,7 @@ def result_dtype(module, x, parameters):
 
 
 def _widened(x, dtype):
-    """X in the wider of its own dtype and the result's: operations round to the dtype of x, once."""
+    """An array in the wider of its own dtype and the result's: operations round to x's, once."""
     return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), dtype))
 
 
@@ -163,12 +171,3 @@ def _check_residual(residual, shape, dtype):
             f"BatchNorm: residual must have x's shape {shape}, got {jnp.shape(residual)}. "
             "Project or broadcast it first."
         )
-
-
-def sizes_match(x, features, parameters):
-    """Whether every parameter has one element per feature."""
-    features_count = math.prod(x.shape[a] for a in features)
-    return all(p.size == features_count for p in parameters)
-
-
-MISSING = "Flax is not installed, which {} needs. Install it with: pip install 'jaxnorm[flax]'"

@@ -4,7 +4,7 @@ One token is one character of `argparse.py`, which every Python has. Flax Linen;
 attention (softmax) and of two dense layers, cross-entropy (log_softmax). Same seed, same batches, same
 Adam: only `LIBRARIES` differs. Ends in a line that each model wrote.
 
-    python examples/transformer.py [--norm flax|jaxnorm|both] [--steps 400] [--plot transformer.png] [--seed 0]
+    python examples/transformer.py [--norm flax|jaxnorm|both] [--steps 300] [--plot transformer.png] [--seed 0]
 
 Needs `pip install 'jaxnorm[bench]'`. Exits with 1 when a run learns nothing beyond how frequent each
 character is, or the losses differ.
@@ -26,7 +26,7 @@ from flax import linen as nn
 import jaxnorm
 from jaxnorm import linen as jnn
 
-WIDTH, LAYERS, HEADS, LENGTH = 128, 2, 4, 64
+WIDTH, LAYERS, HEADS, LENGTH = 96, 2, 8, 96
 BATCH, RATE = 16, 3e-3
 TOLERANCE = 0.02
 
@@ -139,7 +139,7 @@ def sample(network: Transformer, params, alphabet: str, start: str, seed: int) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _training.parse(__doc__, argv, steps=400, plot="transformer.png")
+    options = _training.parse(__doc__, argv, steps=300, plot="transformer.png")
     text = pathlib.Path(argparse.__file__).read_text(encoding="utf-8")
     alphabet = "".join(sorted(set(text)))
     tokens = np.array([alphabet.index(c) for c in text], np.int32)

@@ -157,7 +157,7 @@ def example(name, *arguments, cwd):
     [
         ("digits", 150, "jax.nn", "held-out accuracy", "OK: both runs reached 95%"),
         ("resnet", 60, "flax", "held-out accuracy", "OK: every run reached 95%"),
-        ("transformer", 60, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
+        ("transformer", 40, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
     ],
 )
 def test_example_in_short(name, steps, first, row, verdict, tmp_path):
@@ -179,7 +179,7 @@ def test_example_in_short(name, steps, first, row, verdict, tmp_path):
 @needs_extra
 def test_example_of_one_library(tmp_path):
     done = example(
-        *("transformer", "--norm", "jaxnorm", "--steps", "60", "--plot", "out.png"), cwd=tmp_path
+        *("transformer", "--norm", "jaxnorm", "--steps", "40", "--plot", "out.png"), cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "flax" not in done.stdout

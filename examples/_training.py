@@ -6,6 +6,7 @@ differentiated, such as running statistics.
 
 import argparse
 import dataclasses
+import importlib.util
 import statistics
 import sys
 import time
@@ -15,14 +16,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-try:
-    import matplotlib
-    import optax
-    from rich.console import Console
-    from rich.progress import Progress
-    from rich.table import Table
-except ModuleNotFoundError as error:
-    sys.exit(f"{error.name} is not installed. Install it with: pip install 'jaxnorm[bench]'")
+for library in ("flax", "matplotlib", "optax", "rich", "sklearn"):
+    if importlib.util.find_spec(library) is None:
+        sys.exit(f"{library} is not installed. Install it with: pip install 'jaxnorm[bench]'")
+
+import matplotlib  # noqa: E402
+import optax  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress  # noqa: E402
+from rich.table import Table  # noqa: E402
 
 # Rounding differs between the two runs by about 1e-7 a step, and training multiplies what differs.
 # The losses of one batch are compared by their mean over the last steps.

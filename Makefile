@@ -16,10 +16,12 @@ help: ## list the targets
 	@echo "make TARGET [PYTHON=python3.12] [ARGS='further arguments']"
 	@sed -n 's/^\([a-z-]*\):.*## /  \1: /p' Makefile | awk -F': ' '{printf "%-14s%s\n", $$1, $$2}'
 
-demo: $(DONE)/bench ## check and time every operation here, then train a classifier with jax.nn and with jaxnorm
+demo: $(DONE)/bench ## check and time every operation here, then train three models without and with jaxnorm
 	mkdir -p out
 	$(BIN)/python -m jaxnorm --plot out/report.png $(ARGS)
 	$(BIN)/python examples/digits.py --plot out/digits.png
+	$(BIN)/python examples/resnet.py --plot out/resnet.png
+	$(BIN)/python examples/transformer.py --plot out/transformer.png
 
 test: $(DONE)/test ## run the tests, e.g. ARGS='-k softmax -x'
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest $(WORKERS) $(ARGS)

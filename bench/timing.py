@@ -26,6 +26,7 @@ _LIBRARIES = (
     "jaxnorm",
     "jax",
     "jaxlib",
+    "flax",
     "numpy",
     "torch",
     "triton",

@@ -455,3 +455,52 @@ def test_roofline(tmp_path, x):
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no rate to draw"):
         roofline.plot(_run(c=None), str(picture))
+
+
+# ---- training steps ----
+
+
+def test_training_steps(tmp_path, capsys, monkeypatch):
+    """The small cases, from the command line to the file, which `bench.compare` reads."""
+    train = pytest.importorskip("bench.train")
+    path = tmp_path / "train.json"
+    monkeypatch.setenv("COLUMNS", "150")
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):  # Flax mixes dtypes
+        assert train.main(["--json", str(path), "--budget", "0.05"]) == 0
+    run = timing.read_json(path)
+    assert run["header"]["clock"] == "wall"
+    records = compare.index(run)
+    assert len(records) == 2 * len(train.CASES["ci"])
+    for case in train.CASES["ci"]:
+        ours, flax = (records["train", case.label, "step", name] for name in train.IMPLEMENTATIONS)
+        assert ours["error"] is flax["error"] is None
+        assert flax["ratio"] == flax["seconds"] / ours["seconds"]
+        for key in ("temporary_bytes", "residual_bytes"):
+            assert 0 < ours[key] < flax[key]
+    assert {row["verdict"] for row in compare.compare(run, run)} == {"same"}
+    assert "transformer 2x32 bfloat16" in capsys.readouterr().out
+
+
+def test_training_steps_that_fail(tmp_path, monkeypatch, capsys):
+    """Flax's failure is a record, jaxnorm's is the exit status too."""
+    train = pytest.importorskip("bench.train")
+
+    def refuse(case, implementation):
+        raise ValueError(f"no {implementation}")
+
+    monkeypatch.setitem(train._PREPARE, "resnet", refuse)
+    path = tmp_path / "train.json"
+    assert train.main(["--json", str(path), "--filter", "resnet"]) == 1
+    errors = {r["implementation"]: r["error"] for r in timing.read_json(path)["records"]}
+    assert errors == {"jaxnorm": "ValueError: no jaxnorm", "flax": "ValueError: no flax"}
+    assert "flax: ValueError: no flax" in capsys.readouterr().out
+
+
+def test_training_steps_for_a_gpu():
+    """The shapes that the figures are for."""
+    train = pytest.importorskip("bench.train")
+    resnet, transformer = train.CASES["full"]
+    assert resnet.batch == (256, 224, 224, 3)
+    assert resnet.sizes["stages"] == (3, 4, 6, 3)
+    assert transformer.batch == (16, 1024)
+    assert (transformer.sizes["width"], transformer.sizes["layers"]) == (1024, 12)

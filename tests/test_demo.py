@@ -1,4 +1,4 @@
-"""What a user runs first: `python -m jaxnorm` and examples/digits.py, as processes."""
+"""What a user runs first: `python -m jaxnorm` and examples/, as processes."""
 
 import importlib.util
 import json
@@ -139,27 +139,61 @@ def test_units():
     assert _report.ratio_text(1.05, 8.02) == "1.05x ±>99%"  # no wider, whatever the noise
 
 
-# ---- examples/digits.py ----
+# ---- examples ----
 
-needs_sklearn = pytest.mark.skipif(
-    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
+needs_extra = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("flax", "optax", "sklearn")),
+    reason="the extra [bench] is not installed",
 )
 
 
-@needs_sklearn
-def test_digits_in_short(tmp_path):
-    done = run(
-        str(ROOT / "examples" / "digits.py"), "--steps", "150", "--plot", "d.png", cwd=tmp_path
+def example(name, *arguments, cwd):
+    return run(str(ROOT / "examples" / f"{name}.py"), *arguments, cwd=cwd)
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("name", "steps", "first", "row", "verdict"),
+    [
+        ("digits", 150, "jax.nn", "held-out accuracy", "OK: both runs reached 95%"),
+        ("resnet", 60, "flax", "held-out accuracy", "OK: every run reached 95%"),
+        ("transformer", 40, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
+    ],
+)
+def test_example_in_short(name, steps, first, row, verdict, tmp_path):
+    done = example(name, "--steps", str(steps), "--plot", "out.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert lines[1].split() == [first, "jaxnorm"]
+    assert row in done.stdout
+    assert lines[-1].startswith(verdict)
+    assert "their losses agree to" in lines[-1]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    # Counted, not timed: what jaxnorm is for.
+    for label in ("saved for backward", "temporary memory"):
+        cells = next(line for line in lines if label in line).split()
+        assert 0 < float(cells[-3]) < float(cells[-5])
+        assert int(cells[-1].rstrip("%")) < 90
+
+
+@needs_extra
+def test_example_of_one_library(tmp_path):
+    done = example(
+        *("transformer", "--norm", "jaxnorm", "--steps", "40", "--plot", "out.png"), cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "held-out accuracy" in done.stdout
-    assert done.stdout.strip().splitlines()[-1].startswith("OK: both runs reached 95%")
-    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+    assert "flax" not in done.stdout
+    assert "agree" not in done.stdout
+    assert (tmp_path / "out.png").exists()
 
 
-@needs_sklearn
-def test_digits_fails_without_training(tmp_path):
-    done = run(str(ROOT / "examples" / "digits.py"), "--steps", "1", "--plot", "", cwd=tmp_path)
+@needs_extra
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("digits", "FAILED: jax.nn reached"), ("transformer", "FAILED: flax reached a loss of")],
+)
+def test_example_fails_without_training(name, problem, tmp_path):
+    done = example(name, "--steps", "1", "--plot", "", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAILED: jax.nn reached" in done.stdout
+    assert problem in done.stdout
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ Each page is one program in a process of its own, with JAX's default settings:
 """
 
 import doctest
-import importlib
+import importlib.util
 import os
 import pathlib
 import pkgutil
@@ -18,6 +18,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+
+# Pages about libraries that no extra of the package brings.
+LIBRARIES = {"docs/other-libraries.md": ("equinox", "haiku")}
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -55,6 +58,9 @@ def examples(page):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in (ROOT / p).read_text()] + modules())
 def test_examples(page):
+    for library in LIBRARIES.get(page, ()):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
     done = examples(page)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^[1-9]\d* examples$", done.stdout, re.MULTILINE)

@@ -1,0 +1,218 @@
+"""Times whole training steps with Flax's modules and with jaxnorm's: `python -m bench.train`.
+
+The models are those of examples/, in the sizes of `CASES`. A step is one jit: loss, gradients and
+optimizer. Its time is wall-clock, its temporary memory what the compiled program asks for beyond
+arguments and results.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from bench import timing
+from jaxnorm import _report, _timing
+
+# The examples are programs and no package: they import each other by name.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
+
+import _training
+import optax
+import resnet
+import transformer
+
+IMPLEMENTATIONS = ("jaxnorm", "flax")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCase:
+    """One model and its batch, in bfloat16.
+
+    Attributes:
+      name: of the model.
+      batch: shape of its input.
+      sizes: arguments of the model.
+    """
+
+    name: str
+    batch: tuple[int, ...]
+    sizes: dict
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.batch))} bfloat16"
+
+    def prepare(self, implementation: str) -> tuple[_training.Model, tuple, Callable]:
+        """(model, batch, optimizer)."""
+        return _PREPARE[self.name](self, implementation)
+
+
+def _resnet(case, implementation):
+    network = resnet.make(
+        resnet.LIBRARIES[implementation],
+        0,
+        channels=case.batch[-1],
+        dtype=jnp.bfloat16,
+        **case.sizes,
+    )
+    images = jax.random.normal(jax.random.key(1), case.batch, jnp.bfloat16)
+    labels = jax.random.randint(jax.random.key(2), case.batch[:1], 0, case.sizes["classes"])
+    return resnet.model_of(network), (images, labels), optax.sgd(0.1, momentum=0.9)
+
+
+def _transformer(case, implementation):
+    network = transformer.Transformer(
+        transformer.LIBRARIES[implementation],
+        length=case.batch[1],
+        dtype=jnp.bfloat16,
+        **case.sizes,
+    )
+    shape = (case.batch[0], case.batch[1] + 1)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, case.sizes["tokens"])
+    return transformer.model_of(network, 0), (tokens,), optax.adam(1e-4)
+
+
+_PREPARE = {"resnet": _resnet, "transformer": _transformer}
+
+CASES = {
+    "ci": (
+        TrainCase(
+            "resnet",
+            (4, 32, 32, 3),
+            {"width": 8, "stages": (1, 1), "classes": 10, "large": True},
+        ),
+        TrainCase("transformer", (2, 32), {"tokens": 64, "width": 64, "layers": 2, "heads": 2}),
+    ),
+    "full": (
+        # ResNet-50.
+        TrainCase(
+            "resnet",
+            (256, 224, 224, 3),
+            {"width": 64, "stages": (3, 4, 6, 3), "classes": 1000, "large": True},
+        ),
+        TrainCase(
+            "transformer",
+            (16, 1024),
+            {"tokens": 32768, "width": 1024, "layers": 12, "heads": 16},
+        ),
+    ),
+}
+
+
+def measure(case: TrainCase, budget: float) -> list[dict]:
+    """One record for each implementation; a failure is a record too."""
+    records, workloads = {}, {}
+    for name in IMPLEMENTATIONS:
+        records[name] = {
+            "op": "train",
+            "case": case.label,
+            "direction": "step",
+            "implementation": name,
+            "error": None,
+        }
+        try:
+            model, batch, optimizer = case.prepare(name)
+            step, state = _training.training_step(model, optimizer)
+            compiled = jax.jit(step).lower(state, *batch).compile()
+            records[name] |= {
+                "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+                "residual_bytes": _training.saved_bytes(model, batch),
+            }
+            run = functools.partial(compiled, state, *batch)
+            workloads[name] = _timing.Workload(lambda _, run=run: run())
+        except Exception as error:
+            records[name]["error"] = f"{type(error).__name__}: {error}"[:300]
+    for name, timed in _timing.measure(workloads, budget=budget, clock="wall").items():
+        if isinstance(timed, Exception):
+            records[name]["error"] = f"{type(timed).__name__}: {timed}"[:300]
+            continue
+        records[name] |= {
+            "clock": timed.clock,
+            "seconds": timed.median,
+            "p10": timed.quantile(0.1),
+            "p90": timed.quantile(0.9),
+            "spread": timed.spread,
+            "calls": len(timed.seconds),
+        }
+    base = records["jaxnorm"]
+    for r in records.values():
+        if "seconds" in r and "seconds" in base:
+            r["ratio"] = r["seconds"] / base["seconds"]  # above 1: slower than jaxnorm
+            r["ratio_spread"] = _timing.ratio_spread(r["spread"], base["spread"])
+    return list(records.values())
+
+
+def table(rich, records: Sequence[dict], device: str):
+    """Time and memory of both, a row for each."""
+    result = rich.table(
+        title=f"training steps on {device}",
+        caption="Wall-clock, medians. Saved: from forward to backward, before XLA compiles.",
+    )
+    for name in ("case", "", "step", "", "temporary memory", "", "saved", ""):
+        result.add_column(name, justify="right" if result.columns[1:] else "left")
+    for label in dict.fromkeys(r["case"] for r in records):
+        ours, flax = (r for r in records if r["case"] == label)
+        for r in (flax, ours):
+            cells = []
+            for key, form in (
+                ("seconds", _report.duration),
+                ("temporary_bytes", _megabytes),
+                ("residual_bytes", _megabytes),
+            ):
+                compared = r is ours and key in r and key in flax
+                cells.append(form(r[key]) if key in r else "failed")
+                cells.append(f"{r[key] / flax[key]:.0%}" if compared else "")
+            result.add_row(label if r is flax else "", r["implementation"], *cells)
+    return result
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Times the cases.
+
+    Returns:
+      0; 1 when jaxnorm itself failed in some case.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.train",
+        description="Time training steps of a ResNet and a transformer, Flax against jaxnorm.",
+    )
+    parser.add_argument(
+        "--cases", choices=tuple(CASES), default="ci", help="small models, or those for a GPU"
+    )
+    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases with TEXT")
+    parser.add_argument(
+        "--budget", type=float, default=5.0, help="seconds to time each step for (default: 5)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results")
+    options = parser.parse_args(argv)
+    rich = _report.require_rich()
+    head = timing.header("wall", _timing.copy_rate("wall"))
+    records: list[dict] = []
+    cases = [c for c in CASES[options.cases] if options.filter in c.label]
+    with rich.progress() as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.label)
+            records += measure(case, options.budget)
+            progress.advance(task)
+            if options.json:
+                timing.write_json(options.json, {"header": head, "records": records})
+    console = rich.console()
+    console.print(table(rich, records, head["device"]))
+    failed = [r for r in records if r["error"]]
+    for r in failed:
+        console.print(f"{r['case']}, {r['implementation']}: {r['error']}", markup=False)
+    return int(any(r["implementation"] == "jaxnorm" for r in failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

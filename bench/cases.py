@@ -27,7 +27,8 @@ class Case:
     """One operation on one shape.
 
     For a program, `shape` holds its sizes: (batch, heads, length, width) for attention, (tokens,
-    width, hidden) for mlp and norm. Norms have float32 parameters (float64 for float64). `axis` is
+    width, hidden) for mlp and norm, (batch, height, width, channels) for conv: 1x1 convolution,
+    batch_norm with a ReLU, 1x1 convolution. Norms have float32 parameters (float64 for float64). `axis` is
     the axis that softmax reduces, or the feature axis of batch_norm, whose `tail` is what follows in
     the same call: "", "relu" or "add_relu".
     """
@@ -76,7 +77,8 @@ class Case:
     def parameters(self) -> int:
         """Arrays of one row, or of one number per feature, that the operation takes, as a norm does."""
         parameters = {"layer_norm": 2, "rms_norm": 1} | dict.fromkeys(BATCH_NORMS, 2)
-        return parameters.get("layer_norm" if self.program == "norm" else self.op, 0)
+        inside = {"norm": "layer_norm", "conv": "batch_norm"}
+        return parameters.get(inside.get(self.program, self.op), 0)
 
     @property
     def arrays(self) -> int:
@@ -127,7 +129,7 @@ class Case:
         is known only when all of it was seen. A program counts the operation inside it alone, forward
         and backward, not its matrix products.
         """
-        if self.op in BATCH_NORMS:
+        if self.op in BATCH_NORMS or self.program == "conv":
             return self._batch_norm_bytes(direction)
         if self.parameters:
             return self._norm_bytes(direction)
@@ -173,7 +175,7 @@ class Case:
                 return forward + bits
             case "backward":
                 return backward
-            case "together":
+            case "together" | "grad":
                 return forward + bits + backward
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
@@ -316,9 +318,16 @@ def _batch_norm_cases(op: str) -> list[Case]:
         Case(op, (256, 14, 14, 1024), tail="relu", **half),
         Case(op, (256, 7, 7, 2048), tail="relu", **half),
         Case(op, (256, 256, 56, 56), axis=1, tail="relu", **half),
+        Case(op, (256, 512, 28, 28), axis=1, tail="relu", **half),
+        Case(op, (256, 1024, 14, 14), axis=1, tail="relu", **half),
+        Case(op, (256, 64, 56, 56), axis=1, tail="relu", **half),
+        Case(op, (256, 2048, 7, 7), axis=1, tail="relu", **half),
         Case(op, (256, 56, 56, 256), tail="add_relu", **half),
         Case(op, (256, 28, 28, 512), tail="add_relu", **half),
         Case(op, (256, 14, 14, 1024), tail="add_relu", **half),
+        Case(op, (256, 256, 56, 56), axis=1, tail="add_relu", **half),
+        Case(op, (256, 512, 28, 28), axis=1, tail="add_relu", **half),
+        Case(op, (256, 1024, 14, 14), axis=1, tail="add_relu", **half),
         Case(op, (256, 56, 56, 256), **half),
     ]
     return _tagged(ci, full)
@@ -346,6 +355,7 @@ def _program_cases() -> list[Case]:
         attention(2, 4, 256, 32, tags=_CI),
         Case("program", (512, 128, 512), program="mlp", tags=_CI),
         Case("program", (512, 128, 512), program="norm", tags=_CI),
+        Case("program", (4, 14, 14, 32), program="conv", tail="relu", tags=_CI),
         scores(16, 16, 1024, **bf16),
         attention(16, 16, 1024, 64, **bf16),
         attention(4, 16, 2048, 128, **bf16),
@@ -353,6 +363,10 @@ def _program_cases() -> list[Case]:
         Case("program", (16384, 4096, 4096), program="norm", **bf16),
         Case("program", (49152, 1024, 1024), program="norm", **bf16),
         Case("program", (16384, 1024, 1024), program="norm", **bf16),
+        *(
+            Case("program", (256, n, n, c), program="conv", tail="relu", **bf16)
+            for n, c in ((56, 256), (28, 512), (14, 1024))
+        ),
     ]
 
 

@@ -119,6 +119,14 @@ def jax_function(name: str, case: Case) -> Callable:
     if case.program == "norm":
         norm = jax_operation(name, "layer_norm")
         return lambda x, w1, w2, scale, bias: norm(x @ w1, scale, bias) @ w2
+    if case.program == "conv":
+        norm = jax_operation(name, "batch_norm")
+
+        def program(x, w1, w2, scale, bias):
+            y = norm(_convolve(x, w1), scale, bias, activation="relu")[0]
+            return _convolve(y, w2)
+
+        return program
     op = jax_operation(name, "softmax" if case.program else case.op)
     if case.op in ("relu", "add_relu", *NORMS):
         return op
@@ -136,6 +144,12 @@ def jax_function(name: str, case: Case) -> Callable:
         return jnp.einsum("bhqk,bhkd->bhqd", softmax(scores, *fixed), v)
 
     return attention if case.program == "attention" else softmax
+
+
+def _convolve(x, weights):
+    return jax.lax.conv_general_dilated(
+        x, weights, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def _batch_norm(op, case, x, *rest):
@@ -222,6 +236,14 @@ def _torch_function(case: Case) -> Callable:
 
     if case.op in BATCH_NORMS:
         return batch_norm
+    if case.program == "conv":
+        # A 1x1 convolution of channels last is a product with a matrix.
+        def program(x, w1, w2, scale, bias):
+            y = (x @ w1[0, 0]).movedim(-1, 1)
+            y = torch.nn.functional.batch_norm(y, None, None, scale, bias, True, 0.0, 1e-5)
+            return torch.relu(y).movedim(1, -1) @ w2[0, 0]
+
+        return program
     if case.program == "mlp":
         return lambda x, w1, w2: torch.relu(x @ w1) @ w2
     if case.program == "norm":

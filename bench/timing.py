@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import math
 import os
 import pathlib
 import platform
@@ -59,6 +60,9 @@ def argument_shapes(case: Case) -> list[tuple[int, ...]]:
     if case.program in ("mlp", "norm"):
         tokens, width, hidden = case.shape
         shapes = [(tokens, width), (width, hidden), (hidden, width)]
+    elif case.program == "conv":
+        channels = case.shape[-1]
+        shapes = [case.shape, *[(1, 1, channels, channels)] * 2]
     else:
         shapes = [case.shape] * case.arrays
     return shapes + [(case.columns,)] * case.parameters
@@ -102,8 +106,9 @@ def make_data(case: Case, direction: str, sets: int | None = None) -> Data:
         if j >= len(shapes) - case.parameters:
             return normal(shapes[j], 3, i, j, dtype=case.parameter_dtype)
         value = normal(shapes[j], 3, i, j)
-        is_weight = case.program in ("mlp", "norm") and j > 0
-        return value * shapes[j][0] ** -0.5 if is_weight else value  # by fan-in, as in a network
+        is_weight = case.program in ("mlp", "norm", "conv") and j > 0
+        # By fan-in, as in a network.
+        return value * math.prod(shapes[j][:-1]) ** -0.5 if is_weight else value
 
     return Data(
         args=[tuple(argument(i, j) for j in range(len(shapes))) for i in range(sets)],

@@ -116,7 +116,9 @@ def check(
     size = np.abs(exact) + np.nanmean(np.where(np.isfinite(exact), np.abs(exact), nan))
     oracle.assert_close(y, expected[0], dtype, xla_y, size=np.where(np.isfinite(size), size, 1))
     spread = np.abs(expected[1]) + np.sqrt(expected[2])
-    oracle.assert_close(mean, expected[1], acc, xla_mean, size=np.where(spread > 0, spread, 1))
+    # Kernels sum distances from one of the feature's elements, which may lie some deviations from the mean.
+    size = np.where(spread > 0, spread, 1)
+    oracle.assert_close(mean, expected[1], acc, xla_mean, floor=8, size=size)
     oracle.assert_close(var, expected[2], acc, xla_var, floor=8)
 
     options.pop("implementation", None)

@@ -265,6 +265,7 @@ SMALL = [
     Case("layer_norm", (4, 6), dtype="bfloat16"),
     Case("rms_norm", (4, 6), dtype="float16"),
     Case("program", (6, 4, 8), program="norm"),
+    Case("program", (2, 3, 3, 8), program="conv", tail="relu"),
     Case("batch_norm", (6, 5)),
     Case("batch_norm", (6, 5, 9), axis=1, tail="add_relu"),
     Case("batch_norm", (6, 7), dtype="bfloat16", tail="relu"),

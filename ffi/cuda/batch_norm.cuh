@@ -193,7 +193,7 @@ struct Spans {
 
 struct Part {
   uint32_t group;
-  int64_t begin, full, end;  // lines; those before `full` are read by vectors
+  int64_t begin, full, end;  // lines; those before `full` by vectors
   int tile, width;
   int64_t column;  // this thread's first, in a line
   int place;       // and in the tile
@@ -374,11 +374,12 @@ struct Cells {
 template <typename T, int kArrays>
 inline constexpr int kBatch = std::max(2, 8 / static_cast<int>(sizeof(T)) / kArrays);
 
-// The lines that a thread works on in one step of ForLines: kLines by vectors, or one, element by element.
+// The lines that a thread works on in one step of ForLines.
 template <int kLines>
 struct Batch {
   int64_t at, stride;  // the first element, and from one line to the next
   int count;           // elements of each line that are there
+  bool whole = true;   // by vectors
 
   __device__ __forceinline__ Batch(const Lines& lines, const Part& part, int64_t line, bool active)
       : at((line + part.row) * lines.period + part.column), stride(lines.rows * lines.period) {
@@ -386,12 +387,13 @@ struct Batch {
     if constexpr (kLines == 1) {
       const int64_t left = line + part.row < part.end ? lines.size - at : 0;
       count = static_cast<int>(max(int64_t{0}, min(int64_t{count}, left)));
+      whole = line + part.row < part.full;
     }
   }
 
   template <typename T>
   __device__ __forceinline__ void Load(const T* p, Cells<T> (&cells)[kLines]) const {
-    if constexpr (kLines > 1) {
+    if (whole) {
 #pragma unroll
       for (int k = 0; k < kLines; ++k) {
         if (count > 0) cells[k].Load(p + at + k * stride);
@@ -403,9 +405,11 @@ struct Batch {
 
   template <typename T>
   __device__ __forceinline__ void Store(T* p, const Cells<T> (&cells)[kLines]) const {
-    if constexpr (kLines > 1) {
+    if (whole) {
 #pragma unroll
-      for (int k = 0; k < kLines; ++k) cells[k].Store(p + at + k * stride);
+      for (int k = 0; k < kLines; ++k) {
+        if (count > 0) cells[k].Store(p + at + k * stride);
+      }
     } else {
       cells[0].StoreSome(p + at, count);
     }

@@ -4,6 +4,7 @@ from jaxnorm import _lib
 from jaxnorm._lib import status
 from jaxnorm._primitive import export_checks
 from jaxnorm.batch_norm import batch_norm, batch_norm_inference
+from jaxnorm.cross_entropy import softmax_cross_entropy
 from jaxnorm.norm import layer_norm, rms_norm
 from jaxnorm.relu import add_relu, relu
 from jaxnorm.softmax import log_softmax, softmax
@@ -20,5 +21,6 @@ __all__ = [
     "relu",
     "rms_norm",
     "softmax",
+    "softmax_cross_entropy",
     "status",
 ]

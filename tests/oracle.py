@@ -129,6 +129,49 @@ def softmax_vjp(x, ct, axis=-1, where=None, scale=None, bias=None, log=False):
     return x_bar, scale_bar, bias_bar
 
 
+# ---- softmax_cross_entropy ----
+
+
+def cross_entropy_parts(x, labels, axis, where, smoothing):
+    """(logits with the classes last, whether they count, p, the target q, lse, which labels are classes)."""
+    z = np.moveaxis(f64(x), axis, -1)
+    keep = np.broadcast_to(True if where is None else where, np.shape(x))
+    keep = np.moveaxis(keep, axis, -1)
+    labels, n = np.asarray(labels), z.shape[-1]
+    valid = (labels >= 0) & (labels < n)
+    q = np.arange(n) == np.where(valid, labels, -1)[..., None]
+    with np.errstate(all="ignore"):
+        z = np.where(keep, z, -np.inf)
+        m = np.max(z, -1, keepdims=True, initial=-np.inf)
+        m = np.where(np.isneginf(m), 0.0, m)
+        lse = m + np.log(np.sum(np.exp(z - m), -1, keepdims=True))
+        p = np.where(keep, np.exp(z - lse), 0.0)
+        uniform = smoothing / np.sum(keep, -1, keepdims=True) if smoothing else 0.0
+        q = (1 - smoothing) * q + np.where(keep, uniform, 0.0)
+    return z, keep, p, q, lse, valid
+
+
+def softmax_cross_entropy(x, labels, axis=-1, where=None, smoothing=0.0, z_loss=0.0):
+    z, keep, _, q, lse, valid = cross_entropy_parts(x, labels, axis, where, smoothing)
+    valid = valid & np.any(keep, -1)
+    with np.errstate(all="ignore"):
+        loss = np.sum(np.where(q != 0, q * (lse - z), 0.0), -1)
+        loss = loss + np.where(np.isnan(lse[..., 0]), np.nan, 0.0)
+        return np.where(valid, loss + z_loss * lse[..., 0] ** 2, np.nan)
+
+
+def softmax_cross_entropy_vjp(
+    x, labels, ct, axis=-1, where=None, smoothing=0.0, z_loss=0.0, size=False
+):
+    """Cotangent of the logits; with `size`, the size of the terms that it is the sum of."""
+    _, keep, p, q, lse, valid = cross_entropy_parts(x, labels, axis, where, smoothing)
+    with np.errstate(all="ignore"):
+        a, b = f64(ct)[..., None] * p * (1 + 2 * z_loss * lse), f64(ct)[..., None] * q
+        out = np.abs(a) + np.abs(b) if size else a - b
+        out = np.where(keep & valid[..., None], out, 0.0)
+    return np.moveaxis(out, -1, axis)
+
+
 # ---- relu ----
 
 

@@ -313,6 +313,63 @@ def _inference_op(variant, dtypes):
     )
 
 
+_LABELS = np.array([[0, 8, 3], [5, 1, 0]])
+
+
+def _formula_of_cross_entropy(x, *, axis=-1, where=None, smoothing=0.0, z_loss=0.0):
+    """With one-hot targets."""
+    lse = jax.scipy.special.logsumexp(x, axis, keepdims=True, where=where)
+    n = jnp.sum(jnp.ones_like(x), axis, keepdims=True, where=where)
+    target = jax.nn.one_hot(_LABELS, x.shape[axis], dtype=x.dtype, axis=axis)
+    target = (1 - smoothing) * target + smoothing / n
+    target = target if where is None else jnp.where(where, target, 0)
+    return lse - jnp.sum(target * x, axis, keepdims=True) + z_loss * lse**2
+
+
+def _cross_entropy_op(variant, dtypes):
+    axis, labels, where, smoothing, z_loss = -1, _LABELS, None, 0.0, 0.0
+    shape, row = _SHAPE, (2, 3, 1)
+    if variant == "axis":
+        axis, shape, row = 1, (2, 9, 3), (2, 1, 3)
+    elif variant == "everything":
+        where, smoothing, z_loss = (
+            _WHERE.at[0, :, jnp.asarray([0, 1, 3, 5, 8])].set(True),
+            0.25,
+            0.5,
+        )
+
+    def spread(loss):
+        # To the shape of the argument. Equal numbers would be an offset, which a second call does not see.
+        return jnp.pad(loss, [(0, 8 if i == axis % 3 else 0) for i in range(3)])
+
+    def f(x):
+        loss = jaxnorm.softmax_cross_entropy(
+            x, labels, axis=axis, where=where, label_smoothing=smoothing, z_loss=z_loss
+        )
+        return spread(jnp.expand_dims(loss.astype(x.dtype), axis))
+
+    def g(x):
+        loss = _formula_of_cross_entropy(
+            x, axis=axis, where=where, smoothing=smoothing, z_loss=z_loss
+        )
+        return spread(loss)
+
+    return Op(
+        "softmax_cross_entropy" + variant,
+        f,
+        g,
+        (shape,),
+        ("jaxnorm_cross_entropy_fwd",),
+        ("jaxnorm_cross_entropy_bwd",),
+        ("jaxnorm_cross_entropy_jvp",),
+        None,
+        "jaxnorm_softmax_cross_entropy",
+        ((row, "acc"),),
+        False,
+        dtypes,
+    )
+
+
 OPS = {
     op.name: op
     for op in (
@@ -336,6 +393,9 @@ OPS = {
         _batch_norm_op("statistics", ("float32",)),
         _inference_op("", ("bfloat16", "float32")),
         _inference_op("relu", ("float32",)),
+        _cross_entropy_op("", DTYPES),
+        _cross_entropy_op("axis", ("float32",)),
+        _cross_entropy_op("everything", ("bfloat16", "float32")),
         Op(
             "relu",
             jaxnorm.relu,

@@ -106,6 +106,24 @@ INFERENCE_CASES = {
     "no var": ("var", TypeError, {"var": None}),
     "var of other size": ("var", ValueError, {"var": jnp.ones((1, 4), "float32")}),
 }
+CROSS_ENTROPY_CASES = {
+    name: ("logits" if case[0] == "x" else case[0], *case[1:])
+    for name, case in SOFTMAX_CASES.items()
+    if case[0] in ("x", "where", "implementation") or name in ("axis too large", "string axis")
+} | {
+    "axis None": ("axis", TypeError, {"axis": None}),
+    "axes": ("axis", TypeError, {"axis": (0, 1)}),
+    "float labels": ("labels", TypeError, {"labels": jnp.ones((2, 3), "float32")}),
+    "boolean labels": ("labels", TypeError, {"labels": jnp.ones((2, 3), bool)}),
+    "no labels": ("labels", TypeError, {"labels": None}),
+    "labels of logits' shape": ("labels", ValueError, {"labels": jnp.ones((2, 3, 4), int)}),
+    "labels that broadcast": ("labels", ValueError, {"labels": jnp.ones((2, 1), int)}),
+    "labels along another axis": ("labels", ValueError, {"axis": 0}),
+    "array label_smoothing": ("label_smoothing", TypeError, {"label_smoothing": jnp.float32(0)}),
+    "label_smoothing too large": ("label_smoothing", ValueError, {"label_smoothing": 1.5}),
+    "negative label_smoothing": ("label_smoothing", ValueError, {"label_smoothing": -0.1}),
+    "string z_loss": ("z_loss", TypeError, {"z_loss": "small"}),
+}
 CASES = [
     *(
         (op, name, case)
@@ -118,6 +136,7 @@ CASES = [
     *(("rms_norm", name, case) for name, case in RMS_NORM_CASES.items()),
     *(("batch_norm", name, case) for name, case in BATCH_NORM_CASES.items()),
     *(("batch_norm_inference", name, case) for name, case in INFERENCE_CASES.items()),
+    *(("softmax_cross_entropy", name, case) for name, case in CROSS_ENTROPY_CASES.items()),
 ]
 cases = pytest.mark.parametrize(
     ("op", "case"), [pytest.param(op, case, id=f"{op}-{name}") for op, name, case in CASES]
@@ -132,6 +151,9 @@ def call(op, kw, x=None):
     args = (kw.pop("y"),) if "y" in kw else ()
     if op == "batch_norm_inference":
         kw = {"mean": X[0, 0], "var": X[0, 0]} | kw
+    if op == "softmax_cross_entropy":
+        labels = np.zeros(np.shape(given)[:-1] if isinstance(given, jax.Array) else (), int)
+        kw = {"labels": labels} | kw
     return getattr(jaxnorm, op)(given, *args, **kw)
 
 
@@ -198,7 +220,7 @@ every_op = pytest.mark.parametrize(
     "op",
     [
         *("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"),
-        *("batch_norm", "batch_norm_inference"),
+        *("batch_norm", "batch_norm_inference", "softmax_cross_entropy"),
     ],
 )
 
@@ -210,6 +232,8 @@ def kernel_call(op):
         return (lambda x, **kw: function(x, activation="relu", **kw)[0]), (X,)
     if op == "batch_norm_inference":
         return (lambda x, **kw: function(x, X[0, 0], X[0, 0], **kw)), (X,)
+    if op == "softmax_cross_entropy":
+        return (lambda x, **kw: function(x, np.zeros(x.shape[:-1], int), **kw)), (X,)
     return function, (X, X) if op == "add_relu" else (X,)
 
 

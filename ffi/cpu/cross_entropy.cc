@@ -1,0 +1,244 @@
+// Cross-entropy of softmax along the last axis against integer labels, and its linear map.
+//
+// A row is worked through in chunks that stay in the first-level cache, where the forward reads them twice: for the
+// maximum, and for the sum of exponentials, both merged into those of the row so far. The probabilities live in registers
+// only. float16, bfloat16 and masked rows go through a buffer of float32.
+//
+// NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "cross_entropy_args.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace jaxnorm {
+namespace {
+
+inline constexpr int64_t kChunk = 4096;
+
+// What the forward adds up: the maximum m, sum(e^(x - m)), and for smoothing sum(x - m) and the number of classes.
+template <typename A>
+struct RowSums {
+  A max = -kInfinity<A>, sum = 0, deviation = 0, count = 0;
+};
+
+// What to subtract in a part of the row that may be all -inf, where -inf - (-inf) would make a NaN.
+template <typename A>
+JAXNORM_INLINE A FiniteShift(A max) {
+  return max == -kInfinity<A> ? A{0} : max;
+}
+
+// The chunk in the arithmetic's type, `fill` where the mask is off: x itself where that is all it takes.
+template <typename T>
+JAXNORM_INLINE const Acc<T>* LoadChunk(const T* x, const uint8_t* keep, int64_t n, Acc<T> fill, Acc<T>* buffer) {
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    if (!keep) return x;
+  }
+  ToAccRun(x, buffer, n);
+  if (keep) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) buffer[i] = keep[i] ? buffer[i] : fill;
+  }
+  return buffer;
+}
+
+// Combines f(i) over i < n, with whole vectors of partial results.
+template <typename A, typename F, typename Combine>
+JAXNORM_INLINE A Reduce(int64_t n, A identity, F f, Combine combine) {
+  constexpr int64_t kStep = kLanes<A>;
+  A lanes[kStep];
+  for (int64_t i = 0; i < kStep; ++i) lanes[i] = identity;
+  int64_t at = 0;
+  for (; at + kStep <= n; at += kStep) {
+#pragma omp simd
+    for (int64_t i = 0; i < kStep; ++i) lanes[i] = combine(f(at + i), lanes[i]);
+  }
+  for (int64_t i = 0; at + i < n; ++i) lanes[i] = combine(f(at + i), lanes[i]);
+  for (int64_t half = kStep / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) lanes[i] = combine(lanes[half + i], lanes[i]);
+  }
+  return lanes[0];
+}
+
+template <typename A, typename F>
+JAXNORM_INLINE A Sum(int64_t n, F f) {
+  return Reduce(n, A{0}, f, [](A x, A s) JAXNORM_INLINE_LAMBDA { return x + s; });
+}
+
+template <typename T>
+JAXNORM_SIMD_CLONES void SumRow(const T* x, const uint8_t* keep, int64_t columns, bool smooth,
+                                RowSums<Acc<T>>* result) {
+  using A = Acc<T>;
+  alignas(64) A buffer[kChunk];
+  RowSums<A> row;
+  for (int64_t start = 0; start < columns; start += kChunk) {
+    const int64_t n = std::min(kChunk, columns - start);
+    const uint8_t* kept = keep ? keep + start : nullptr;
+    const A* z = LoadChunk(x + start, kept, n, -kInfinity<A>, buffer);
+    const A chunk_max = Reduce(
+        n, -kInfinity<A>, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return z[i]; },
+        [](A v, A m) JAXNORM_INLINE_LAMBDA { return v > m ? v : m; });
+    const A max = chunk_max > row.max ? chunk_max : row.max, shift = FiniteShift(max);
+    row.sum =
+        row.sum * Exp(row.max - shift) + Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Exp(z[i] - shift); });
+    if (smooth) {
+      row.deviation += row.count * (FiniteShift(row.max) - shift);
+      row.deviation +=
+          Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return kept && !kept[i] ? A{0} : z[i] - shift; });
+      row.count += static_cast<A>(
+          kept ? Sum<float>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return kept[i] ? 1.0f : 0.0f; }) : n);
+    }
+    row.max = max;
+  }
+  *result = row;
+}
+
+// out = a * e^(x - lse) - base, 0 where masked.
+template <typename T>
+JAXNORM_SIMD_CLONES void WriteRow(const T* x, const uint8_t* keep, int64_t columns, Acc<T> lse, Acc<T> a, Acc<T> base,
+                                  T* out) {
+  using A = Acc<T>;
+  constexpr bool kDirect = std::is_same_v<T, A>;
+  alignas(64) A buffer[kChunk];
+  for (int64_t start = 0; start < columns; start += kChunk) {
+    const int64_t n = std::min(kChunk, columns - start);
+    const uint8_t* kept = keep ? keep + start : nullptr;
+    const A* z = LoadChunk(x + start, kept, n, A{0}, buffer);
+    A* results = buffer;
+    if constexpr (kDirect) results = out + start;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) results[i] = a * Exp(z[i] - lse) - base;
+    if (kept) {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) results[i] = kept[i] ? results[i] : A{0};
+    }
+    if constexpr (!kDirect) FromAccRun<T>(results, out + start, n);
+  }
+}
+
+template <typename U>
+const U* RowOf(const Operand& operand, int64_t row) {
+  return static_cast<const U*>(operand.data) + operand.view.RowOffset(row);
+}
+
+// A row of the mask. One entry for all classes is either no mask (null), or no class at all (`none`).
+const uint8_t* MaskOf(const CrossEntropyArgs& args, int64_t row, bool* none) {
+  *none = false;
+  if (!args.where) return nullptr;
+  const uint8_t* keep = RowOf<uint8_t>(args.where, row);
+  if (args.where.view.axis_stride != 0) return keep;
+  *none = !*keep;
+  return nullptr;
+}
+
+template <typename T>
+void ForwardRow(const CrossEntropyArgs& args, int64_t row) {
+  using A = Acc<T>;
+  A& nll = static_cast<A*>(args.nll)[row];
+  A& lse = static_cast<A*>(args.lse_out)[row];
+  bool none;
+  const uint8_t* keep = MaskOf(args, row, &none);
+  if (none) {
+    nll = std::numeric_limits<A>::quiet_NaN();
+    lse = -kInfinity<A>;
+    return;
+  }
+  const T* x = RowOf<T>(args.x, row);
+  const A smoothing = static_cast<A>(args.smoothing);
+  RowSums<A> sums;
+  SumRow(x, keep, args.columns, args.smoothing != 0, &sums);
+  const A shift = FiniteShift(sums.max), log_sum = std::log(sums.sum);
+  lse = shift + log_sum;
+  const int32_t label = *RowOf<int32_t>(args.labels, row);
+  if (label < 0 || label >= args.columns) {
+    nll = std::numeric_limits<A>::quiet_NaN();
+    return;
+  }
+  nll = log_sum;
+  if (args.smoothing < 1) {
+    const A picked = keep && !keep[label] ? -kInfinity<A> : ToAcc(x[label]);
+    nll -= (picked - shift) * static_cast<A>(1 - args.smoothing);
+  }
+  if (args.smoothing != 0) nll -= sums.deviation / sums.count * smoothing;
+}
+
+template <typename T>
+void BackwardRow(const CrossEntropyArgs& args, int64_t row) {
+  using A = Acc<T>;
+  T* out = static_cast<T*>(args.out) + row * args.columns;
+  const int32_t label = *RowOf<int32_t>(args.labels, row);
+  bool none;
+  const uint8_t* keep = MaskOf(args, row, &none);
+  if (none || label < 0 || label >= args.columns) {
+    std::fill_n(out, args.columns, FromAcc<T>(A{0}));
+    return;
+  }
+  const T* x = RowOf<T>(args.x, row);
+  const A lse = *RowOf<A>(args.lse, row), a = *RowOf<A>(args.a, row), b = *RowOf<A>(args.b, row);
+  A base = 0;
+  if (args.smoothing != 0) {
+    int64_t count = args.columns;
+    if (keep) count = std::count_if(keep, keep + args.columns, [](uint8_t k) { return k != 0; });
+    base = b * (static_cast<A>(args.smoothing) / static_cast<A>(count));
+  }
+  const A of_label = (a * Exp(ToAcc(x[label]) - lse) - base) - b * static_cast<A>(1 - args.smoothing);
+  WriteRow(x, keep, args.columns, lse, a, base, out);
+  if (!keep || keep[label]) out[label] = FromAcc<T>(of_label);
+}
+
+// Rows are independent; a thread takes several short ones.
+template <typename F>
+ffi::Error ForEachRow(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.columns));
+  ParallelFor(pool, args.rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(row);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::RemainingArgs rest,
+                           ffi::Result<ffi::AnyBuffer> nll, ffi::Result<ffi::AnyBuffer> lse, double smoothing) {
+  CrossEntropyArgs args;
+  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyFwd(x, labels, rest, *nll, *lse, smoothing, &args));
+  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    return ForEachRow(pool, args, [&](int64_t row) { ForwardRow<T>(args, row); });
+  });
+}
+
+ffi::Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer lse, ffi::AnyBuffer labels,
+                           ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                           double smoothing) {
+  CrossEntropyArgs args;
+  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, lse, labels, a, b, rest, *out, smoothing, &args));
+  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    return ForEachRow(pool, args, [&](int64_t row) { BackwardRow<T>(args, row); });
+  });
+}
+
+}  // namespace
+
+JAXNORM_REGISTER(cross_entropy_fwd, CrossEntropyFwd,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::ThreadPool>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .Ret<ffi::AnyBuffer>()
+                     .Attr<double>("smoothing"));
+
+JAXNORM_REGISTER(cross_entropy_bwd, CrossEntropyBwd,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::ThreadPool>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .Attr<double>("smoothing"));
+
+}  // namespace jaxnorm

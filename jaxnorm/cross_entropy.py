@@ -1,0 +1,472 @@
+"""softmax_cross_entropy with integer labels.
+
+Notation: x are the logits, p = softmax(x) over the classes that `where` keeps, n their number, and the target
+distribution is q = (1 - smoothing) * onehot(label) + smoothing / n. Three primitives, none of which forms p in memory:
+
+  cross_entropy_fwd   x, labels, [where] -> nll = logsumexp(x) - sum(q * x), lse = logsumexp(x)     nonlinear
+  cross_entropy_jvp   x, lse, labels, x', [where] -> sum(p * x'), sum(q * x')     linear in x'; a formula
+  cross_entropy_bwd   x, lse, labels, a, b, [where] -> a * p - b * q              linear in (a, b); its transpose
+
+so that lse' = sum(p * x'), nll' = lse' - sum(q * x'), and z_loss * lse^2 is arithmetic on numbers per row. p is
+exp(x - lse): the derivative keeps x and lse, whose tangent is a true one.
+
+Operands have x's rank. labels, a, b and the results that are numbers per row have size 1 along `axis`, and any operand
+may have size 1 where vmap did not map it. Labels are int32; rows whose label is not a class have a NaN for nll, and
+count as constant for every derivative.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad, batching
+from jax.typing import ArrayLike
+
+from jaxnorm import _check
+from jaxnorm._primitive import (
+    NOT_MAPPED,
+    Partition,
+    acc_dtype,
+    aval_like,
+    axis_names,
+    broadcast_fits,
+    define_formula,
+    define_primitive,
+    psum_together,
+    sharding_factors,
+    spec_of,
+    vary_alike,
+)
+
+# Positions within a row are 32-bit numbers.
+_MAX_COLUMNS = 2**30
+
+
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""Cross-entropy of softmax(logits) along `axis` against integer labels, without the probabilities in memory.
+
+    .. math::
+      L = \mathrm{lse} - (1 - \epsilon)\, x_{\mathrm{label}} - \frac{\epsilon}{n} \sum_j x_j + \zeta\, \mathrm{lse}^2,
+      \qquad \mathrm{lse} = \log \sum_j \exp(x_j)
+
+    over the n classes that `where` keeps, with :math:`\epsilon` = label_smoothing and :math:`\zeta` = z_loss.
+
+    Replaces `optax.softmax_cross_entropy_with_integer_labels`. Arithmetic is in float32 (float64 for float64). Backward
+    keeps the logits, the labels and one number per row, from which it computes the probabilities again: they are
+    relatively accurate to a rounding unit times the size of lse.
+
+    A label outside of [0, classes), a negative one too, makes its loss NaN and its row's gradient 0, so that
+    `jnp.where(labels < 0, 0, loss)` ignores examples. NaN, or +inf, in a row makes its loss and gradient NaN, and no
+    other; so do logits of -inf only. A label whose logit is -inf, or which `where` masks, has the loss +inf. What is in
+    masked logits is never looked at, and their gradients are exactly 0; a row without any unmasked class has the loss
+    NaN. Without rows the result is empty.
+
+    Args:
+      logits: array of any rank >= 1; float16, bfloat16, float32 or float64.
+      labels: integers, of the shape of logits without `axis`.
+      axis: axis of the classes.
+      where: boolean array that broadcasts to logits; which classes take part.
+      label_smoothing: Python number from 0 to 1, the part of the target that all classes share.
+      z_loss: Python number, the weight of lse squared.
+      implementation: None picks the kernel where there is one, else XLA; "kernel" insists; "xla" is the plain formula.
+
+    Returns:
+      Loss per example: array of labels' shape, float32 (float64 for float64).
+
+    Raises:
+      TypeError: a dtype is not supported, labels are not integers, or `where` is not boolean.
+      ValueError: an axis that logits does not have, a shape that does not fit, label_smoothing outside of [0, 1], or
+        "kernel" where there is none.
+
+    >>> import jax.numpy as jnp, jaxnorm
+    >>> jaxnorm.softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([3, 0])).round(4)
+    Array([1.3863, 1.3863], dtype=float32)
+    """
+    op = "softmax_cross_entropy"
+    _check.implementation(op, implementation)
+    x = _check.float_array(op, "logits", logits)
+    if x.ndim == 0:
+        raise ValueError(
+            f"{op}: logits must have at least one dimension, got a scalar. Use logits[None] for one class."
+        )
+    if not hasattr(axis, "__index__"):
+        raise TypeError(f"{op}: axis must be an int, got {axis!r}. Pass axis=-1 for the last axis.")
+    (axis,) = _check.axes(op, axis, x.ndim)
+    rows = x.shape[:axis] + x.shape[axis + 1 :]
+    targets = _labels(op, labels, rows, x.shape[axis])
+    smoothing = _check.number(op, "label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(
+            f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing!r}. Use 0.0 for none."
+        )
+    weight = _check.number(op, "z_loss", z_loss)
+    mask = []
+    if where is not None:
+        keep = _check.bool_array(op, "where", where)
+        _check.broadcastable(op, "where", keep.shape, x.shape)
+        mask = [jnp.expand_dims(keep, range(x.ndim - keep.ndim))]
+    loss, lse = cross_entropy_fwd_p.bind(
+        *vary_alike(x, jnp.expand_dims(targets, axis), *mask),
+        axis=axis,
+        smoothing=smoothing,
+        implementation=implementation,
+    )
+    if weight:
+        # Not lse**2, whose derivative would keep 2 * lse next to lse.
+        loss = loss + lse * lse * np.asarray(weight, lse.dtype)
+    return jnp.squeeze(loss, axis)
+
+
+def _labels(op, labels, rows, classes) -> jax.Array:
+    """`labels` as int32, in which what does not fit is -1."""
+    dtype = getattr(labels, "dtype", None)
+    if dtype is None:
+        dtype = np.asarray(labels).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"{op}: labels must be integers, got {dtype}. Convert class numbers with labels.astype(jnp.int32), one-hot "
+            "labels with jnp.argmax(labels, axis)."
+        )
+    # NumPy's are checked by NumPy: without x64, JAX would cut 64 bits to 32.
+    xp = jnp if isinstance(labels, jax.Array) else np
+    labels = xp.asarray(labels)
+    if labels.shape != rows:
+        raise ValueError(
+            f"{op}: labels must have the shape {rows} of logits without the axis of classes, got {labels.shape}. "
+            "Reshape or broadcast them."
+        )
+    if jnp.iinfo(labels.dtype).max > jnp.iinfo(jnp.int32).max:
+        outside = (labels < 0) | (labels >= np.asarray(min(classes, _MAX_COLUMNS), labels.dtype))
+        labels = xp.where(outside, np.asarray(-1, np.int32), labels.astype(np.int32))
+    return jnp.asarray(labels, np.int32)
+
+
+# ---- formulas ----
+
+
+def _row(x, labels, where, axis, mesh_axes):
+    """What the formulas need of a row.
+
+    The mesh axes `mesh_axes` (if any) cut `axis` into blocks, of which each holds the label or does not.
+
+    Returns:
+      The logits, -inf where masked; which element is the label's; whether any is; the functions that select what is not
+      masked, find the maximum, and sum several arrays over the row in one all-reduce.
+    """
+    z = x.astype(acc_dtype(x.dtype))
+    if where is not None:
+        z = jnp.where(where, z, -jnp.inf)
+    position = jax.lax.broadcasted_iota(jnp.int32, z.shape, axis)
+    classes = x.shape[axis]
+    if mesh_axes:
+        position = position + jax.lax.axis_index(mesh_axes) * np.int32(classes)
+        classes = classes * jax.lax.axis_size(mesh_axes)
+    hit = position == labels
+    valid = (labels >= 0) & (labels < classes)
+
+    def maximum(v):
+        m = jnp.max(v, axis, keepdims=True, initial=-jnp.inf)
+        return jax.lax.pmax(m, mesh_axes) if mesh_axes else m
+
+    def totals(*values):
+        shape = jnp.broadcast_shapes(*(v.shape for v in values))
+        return psum_together(
+            [jnp.sum(jnp.broadcast_to(v, shape), axis, keepdims=True) for v in values], mesh_axes
+        )
+
+    def kept(v):
+        return v if where is None else jnp.where(where, v, jnp.zeros((), v.dtype))
+
+    return z, hit, valid, kept, maximum, totals
+
+
+def _target(z, hit, kept, totals, smoothing):
+    """The target distribution q for the elements of a block."""
+    one_hot = jnp.where(hit, np.asarray(1 - smoothing, z.dtype), np.asarray(0, z.dtype))
+    if not smoothing:
+        return one_hot
+    (n,) = totals(kept(jnp.ones_like(z)))
+    return one_hot + np.asarray(smoothing, z.dtype) / n
+
+
+def _fwd_reference(x, labels, *where, axis, smoothing, implementation=None, mesh_axes=()):
+    """(nll, lse). Sums are of differences from the maximum, so that a common offset of a row does no harm to nll."""
+    del implementation
+    mask = where[0] if where else None
+    z, hit, valid, kept, maximum, totals = _row(x, labels, mask, axis, mesh_axes)
+    m = maximum(z)
+    m = jnp.where(m == -jnp.inf, np.zeros((), z.dtype), m)
+    sums = [jnp.exp(z - m), jnp.where(hit, z - m, np.zeros((), z.dtype))]
+    if smoothing:
+        sums += [kept(z - m), kept(jnp.ones_like(z))]
+    total, picked, *rest = totals(*sums)
+    log_total = jnp.log(total)
+    nll = log_total
+    if smoothing < 1:
+        nll = nll - picked * np.asarray(1 - smoothing, z.dtype)
+    if smoothing:
+        nll = nll - rest[0] / rest[1] * np.asarray(smoothing, z.dtype)
+    nll = jnp.where(valid, nll, np.asarray(np.nan, z.dtype))
+    return [nll, jnp.broadcast_to(m + log_total, nll.shape)]
+
+
+def _jvp_reference(x, lse, labels, x_dot, *where, axis, smoothing, implementation=None):
+    """(sum(p * x_dot), sum(q * x_dot))."""
+    del implementation
+    mask = where[0] if where else None
+    z, hit, valid, kept, _, totals = _row(x, labels, mask, axis, ())
+    t = kept(x_dot.astype(z.dtype))
+    q = _target(z, hit, kept, totals, smoothing)
+    of_p, of_q = totals(kept(jnp.exp(z - lse)) * t, q * t)
+    zero = jnp.zeros((), z.dtype)
+    return [jnp.where(valid, of_p, zero), jnp.where(valid, of_q, zero)]
+
+
+def _bwd_reference(
+    x, lse, labels, a, b, *where, axis, smoothing, implementation=None, mesh_axes=()
+):
+    """The formula of ffi/cross_entropy_args.h."""
+    del implementation
+    mask = where[0] if where else None
+    z, hit, valid, kept, _, totals = _row(x, labels, mask, axis, mesh_axes)
+    out = a * jnp.exp(z - lse) - b * _target(z, hit, kept, totals, smoothing)
+    return [jnp.where(valid, kept(out), np.zeros((), z.dtype)).astype(x.dtype)]
+
+
+# ---- shapes and shardings ----
+
+
+def _full(*avals):
+    """The abstract value of the array that all operands broadcast to."""
+    x = avals[0]
+    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
+    if shape == x.shape:
+        return aval_like(x)
+    specs = zip(*map(spec_of, avals), strict=True)
+    spec = [next((s for s in entries if s is not None), None) for entries in specs]
+    return aval_like(x, shape=shape, spec=spec)
+
+
+def _per_row(*avals, axis, **_):
+    """The abstract values of two numbers per row."""
+    full = _full(*avals)
+
+    def at_axis(entries, value):
+        return tuple(value if i == axis else e for i, e in enumerate(entries))
+
+    row = aval_like(
+        full, at_axis(full.shape, 1), acc_dtype(full.dtype), at_axis(spec_of(full), None)
+    )
+    return [row, row]
+
+
+def _describe(_, **__):
+    return "softmax_cross_entropy"
+
+
+def _fits(*avals, axis, **_):
+    """Whether the kernels take the shapes: rows along the last axis, of a usable length, and simple broadcasts."""
+    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
+    if axis != len(shape) - 1:
+        return False
+    if isinstance(shape[axis], int) and not 1 < shape[axis] < _MAX_COLUMNS:
+        return False
+    return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
+
+
+def _sharding_rule(_, operand_shapes, result_shapes, **__):
+    full = jnp.broadcast_shapes(*operand_shapes)
+
+    def factors(k, shape):
+        # A broadcast or reduced dimension gets a factor of its own: nothing follows from how it is sharded.
+        return tuple(f"d{i}" if n == full[i] else f"{k}_{i}" for i, n in enumerate(shape))
+
+    return sharding_factors(
+        [factors(f"o{k}", shape) for k, shape in enumerate(operand_shapes)],
+        [factors(f"r{k}", shape) for k, shape in enumerate(result_shapes)],
+    )
+
+
+def _partition(reference, mesh, operand_specs, _, operand_shapes, result_shapes, **params):
+    """Rows stay where they are; a sharded axis takes all-reduces of a few numbers per row."""
+    del mesh
+    full = jnp.broadcast_shapes(*operand_shapes)
+    complete = [s for s, n in zip(operand_specs, operand_shapes, strict=True) if tuple(n) == full]
+    entries = zip(*operand_specs, strict=True)
+    spec = (
+        complete[0]
+        if complete
+        else [next((e for e in es if e is not None), None) for es in entries]
+    )
+
+    def of(shapes):
+        return [
+            tuple(
+                e if n == full[i] else None
+                for i, (e, n) in enumerate(zip(spec, shape, strict=True))
+            )
+            for shape in shapes
+        ]
+
+    split = axis_names(spec[params["axis"]])
+    local = partial(reference, **params, mesh_axes=split) if split else None
+    return Partition(of(operand_shapes), of(result_shapes), local)
+
+
+def _batch(primitive, args, dims, *, axis, **params):
+    """Maps over dimension `at` of the results; operands that are not mapped get size 1 there."""
+    at = next(d for d in dims if d is not NOT_MAPPED)
+    args = [
+        jnp.expand_dims(a, at) if d is NOT_MAPPED else jnp.moveaxis(a, d, at)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    results = primitive.bind(*args, axis=axis + (at <= axis), **params)
+    return results, [at] * len(results)
+
+
+# ---- the primitives ----
+
+
+def _attributes(*, axis, smoothing, implementation):
+    del axis, implementation  # kernels run along the last axis
+    return {"smoothing": np.float64(smoothing)}
+
+
+def _define(name, abstract, reference):
+    return define_primitive(
+        name,
+        abstract=abstract,
+        reference=reference,
+        attributes=_attributes,
+        describe=_describe,
+        fits=_fits,
+        sharding_rule=_sharding_rule,
+        partition=partial(_partition, reference),
+        platforms=("cpu",),
+    )
+
+
+cross_entropy_fwd_p = _define("cross_entropy_fwd", _per_row, _fwd_reference)
+cross_entropy_bwd_p = _define(
+    "cross_entropy_bwd", lambda *avals, **_: [_full(*avals)], _bwd_reference
+)
+cross_entropy_jvp_p = define_formula("cross_entropy_jvp", abstract=_per_row, formula=_jvp_reference)
+
+
+def _zeros(values):
+    return [ad.Zero(jax.typeof(v).to_tangent_aval()) for v in values]
+
+
+def _present(tangent):
+    return type(tangent) is not ad.Zero
+
+
+def _add(*terms):
+    """Sums of lists of tangents, of which each may be None."""
+    given = [t for t in terms if t is not None]
+    return [sum(each[1:], each[0]) for each in zip(*given, strict=True)]
+
+
+def _fwd_jvp(primals, tangents, **params):
+    """Names what backward keeps: names that the user gives to the result name another value."""
+    x, labels, *where = primals
+    nll, lse = cross_entropy_fwd_p.bind(*primals, **params)
+    lse = checkpoint_name(lse, "jaxnorm_softmax_cross_entropy")
+    if not _present(tangents[0]):
+        return [nll, lse], _zeros([nll, lse])
+    of_p, of_q = cross_entropy_jvp_p.bind(
+        *vary_alike(x, lse, labels, tangents[0], *where), **params
+    )
+    return [nll, lse], [of_p - of_q, of_p]
+
+
+def _derive(formula, primals, tangents, params):
+    """Tangents of a formula's results as its logits and lse move; None if they do not."""
+    moving = [i for i in (0, 1) if _present(tangents[i])]
+    if not moving:
+        return None
+
+    def of(*values):
+        operands = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return formula(*operands, **params)
+
+    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def _jvp_jvp(primals, tangents, **params):
+    """Linear in the tangent, so that part is the same again; elsewhere the formula is differentiated."""
+    x, lse, labels, _, *where = primals
+    results = cross_entropy_jvp_p.bind(*primals, **params)
+    terms = [_derive(_jvp_reference, primals, tangents, params)]
+    if _present(tangents[3]):
+        operands = vary_alike(x, lse, labels, tangents[3], *where)
+        terms.append(cross_entropy_jvp_p.bind(*operands, **params))
+    return results, _add(*terms) or _zeros(results)
+
+
+def _bwd_jvp(primals, tangents, **params):
+    x, lse, labels, a, b, *where = primals
+    results = cross_entropy_bwd_p.bind(*primals, **params)
+    terms = [_derive(_bwd_reference, primals, tangents, params)]
+    if _present(tangents[3]) or _present(tangents[4]):
+        a_dot, b_dot = (
+            t if _present(t) else jnp.zeros_like(v)
+            for t, v in zip(tangents[3:5], (a, b), strict=True)
+        )
+        operands = vary_alike(x, lse, labels, a_dot, b_dot, *where)
+        terms.append(cross_entropy_bwd_p.bind(*operands, **params))
+    return results, _add(*terms) or _zeros(results)
+
+
+def _sum_to(value, aval):
+    """The transpose of broadcasting from the shape of `aval`."""
+    broadcast = [i for i, n in enumerate(aval.shape) if n != value.shape[i]]
+    return jnp.sum(value, broadcast, keepdims=True) if broadcast else value
+
+
+def _jvp_transpose(cotangents, x, lse, labels, x_dot, *where, **params):
+    rest = [None] * len(where)
+    if not any(map(_present, cotangents)):
+        return [None, None, None, ad.Zero(x_dot.aval), *rest]
+    of_p, of_q = (
+        ct if _present(ct) else jnp.zeros(ct.aval.shape, ct.aval.dtype) for ct in cotangents
+    )
+    operands = vary_alike(x, lse, labels, of_p, -of_q, *where)
+    (x_bar,) = cross_entropy_bwd_p.bind(*operands, **params)
+    return [None, None, None, _sum_to(x_bar, x_dot.aval), *rest]
+
+
+def _bwd_transpose(cotangents, x, lse, labels, a, b, *where, **params):
+    (ct,) = cotangents
+    bars = [None, None]
+    if not _present(ct):
+        bars = [ad.Zero(v.aval) if ad.is_undefined_primal(v) else None for v in (a, b)]
+    else:
+        of_p, of_q = cross_entropy_jvp_p.bind(*vary_alike(x, lse, labels, ct, *where), **params)
+        if ad.is_undefined_primal(a):
+            bars[0] = _sum_to(of_p, a.aval)
+        if ad.is_undefined_primal(b):
+            bars[1] = _sum_to(-of_q, b.aval)
+    return [None, None, None, *bars, *([None] * len(where))]
+
+
+ad.primitive_jvps[cross_entropy_fwd_p] = _fwd_jvp
+ad.primitive_jvps[cross_entropy_jvp_p] = _jvp_jvp
+ad.primitive_jvps[cross_entropy_bwd_p] = _bwd_jvp
+ad.primitive_transposes[cross_entropy_jvp_p] = _jvp_transpose
+ad.primitive_transposes[cross_entropy_bwd_p] = _bwd_transpose
+for _primitive in (cross_entropy_fwd_p, cross_entropy_jvp_p, cross_entropy_bwd_p):
+    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)

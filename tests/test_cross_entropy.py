@@ -1,0 +1,451 @@
+"""softmax_cross_entropy against the float64 oracle: values, labels, masks, gradients, what they keep."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import suite
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import DTYPES
+from suite import rand
+
+import jaxnorm
+
+inf, nan = np.inf, np.nan
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+HAS_KERNELS = jaxnorm.status().modules[0].available
+
+
+def some_labels(shape, classes, seed=0):
+    return np.random.default_rng(seed).integers(0, classes, shape).astype(np.int32)
+
+
+def loss_of(labels, **options):
+    options = dict(options)
+    if "smoothing" in options:
+        options["label_smoothing"] = options.pop("smoothing")
+    return lambda x: jaxnorm.softmax_cross_entropy(x, labels, **options)
+
+
+def value_and_vjp(labels, x, ct, **options):
+    def run(x, labels, ct):
+        y, pullback = jax.vjp(loss_of(labels, **options), x)
+        return y, pullback(ct)[0]
+
+    return jax.jit(run)(x, labels, ct)
+
+
+def check(x, labels, axis=-1, floor=16.0, **options):
+    """Loss and gradient; errors are relative to the size of what is added up, and to that of lse."""
+    dtype = x.dtype.name
+    acc = oracle.acc_of(dtype)
+    ct = rand(labels.shape, acc, 5, 1.0)
+    y, x_bar = value_and_vjp(labels, x, ct, axis=axis, **options)
+    assert y.dtype == acc
+    expected = oracle.softmax_cross_entropy(x, labels, axis, **options)
+    parts = oracle.cross_entropy_parts(x, labels, axis, options.get("where"), 0.0)
+    z, lse = parts[0], parts[4][..., 0]
+    largest = np.max(np.where(np.isfinite(z), np.abs(z), 0.0), -1, initial=1.0)
+    lse = np.where(np.isfinite(lse), np.abs(lse), 0.0)
+    oracle.assert_close(
+        y, expected, acc, floor=floor, size=largest + options.get("z_loss", 0.0) * lse**2
+    )
+    expected = oracle.softmax_cross_entropy_vjp(x, labels, ct, axis, **options)
+    size = oracle.softmax_cross_entropy_vjp(x, labels, ct, axis, **options, size=True)
+    size = np.where(np.isfinite(size), size, 0.0)
+    lse = np.expand_dims(lse, axis)
+    units = oracle.UNIT[acc] / oracle.UNIT[dtype]
+    oracle.assert_close(
+        x_bar, expected, dtype, floor=floor, size=size * (1 + lse * units) + np.max(size) * units
+    )
+    return y, x_bar
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 8, 15, 16, 17, 33, 127, 1000, 4095, 4096, 4097, 9001])
+def test_columns(columns):
+    check(rand((5, columns)), some_labels(5, columns))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("columns", [1, 7, 16, 33, 4101])
+def test_columns_of_other_dtypes(dtype, columns):
+    check(rand((5, columns), dtype), some_labels(5, columns))
+    check(rand((5, columns), dtype), some_labels(5, columns), smoothing=0.1, z_loss=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (1.0, 0.1)])
+@pytest.mark.parametrize("mask", [None, (1, 37), (6, 37), (6, 1), (37,)])
+def test_options(dtype, smoothing, z_loss, mask):
+    where = None if mask is None else np.random.default_rng(3).random(mask) < 0.7
+    labels = some_labels(6, 37)
+    if mask == (6, 1):
+        where[0] = True
+    check(rand((6, 37), dtype), labels, where=where, smoothing=smoothing, z_loss=z_loss)
+
+
+@pytest.mark.parametrize("shape", [(11,), (4, 11), (2, 3, 5, 4)])
+def test_each_axis(shape):
+    for axis in range(-len(shape), len(shape)):
+        rest = list(shape)
+        classes = rest.pop(axis)
+        check(rand(shape), some_labels(rest, classes), axis)
+
+
+def test_many_rows():
+    check(rand((70001, 3)), some_labels(70001, 3))
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((0, 4), -1), ((4, 0), 0), ((2, 0, 3), 2)])
+def test_no_rows(shape, axis):
+    x = jnp.zeros(shape)
+    labels = jnp.zeros(np.delete(shape, axis), int)
+    y, x_bar = value_and_vjp(labels, x, jnp.zeros(labels.shape), axis=axis)
+    assert y.shape == labels.shape
+    assert x_bar.shape == shape
+
+
+def test_no_classes():
+    """No label is a class then."""
+    y, x_bar = value_and_vjp(jnp.zeros(3, int), jnp.zeros((3, 0)), jnp.ones(3))
+    assert np.isnan(y).all()
+    assert x_bar.shape == (3, 0)
+
+
+@dtypes
+def test_against_optax(dtype):
+    optax = pytest.importorskip("optax")
+    f = optax.softmax_cross_entropy_with_integer_labels
+    x, labels = rand((6, 33), dtype), some_labels(6, 33)
+    expected = f(x.astype("float64"), labels)
+    np.testing.assert_allclose(loss_of(labels)(x), expected, rtol=1e-5)
+    if dtype in ("float32", "float64"):
+        grad = jax.grad(lambda g, x: jnp.sum(g(x)), 1)
+        np.testing.assert_allclose(
+            grad(loss_of(labels), x), grad(lambda x: f(x, labels), x), rtol=1e-5, atol=1e-6
+        )
+    with_one_hot = optax.smooth_labels(jax.nn.one_hot(labels, 33), 0.1)
+    np.testing.assert_allclose(
+        loss_of(labels, smoothing=0.1)(x),
+        optax.softmax_cross_entropy(x.astype("float64"), with_one_hot),
+        rtol=1e-5,
+    )
+
+
+# ---- labels ----
+
+
+@pytest.mark.parametrize(
+    "kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+)
+def test_label_dtypes(kind):
+    x, labels = rand((5, 33)), some_labels(5, 33)
+    y = loss_of(jnp.asarray(labels, kind))(x)
+    np.testing.assert_array_equal(y, loss_of(labels)(x))
+
+
+@pytest.mark.parametrize(
+    "label", [-1, -33, -(2**31), 33, 34, 2**31 - 1, 2**32, 2**32 + 5, 2**63 - 1]
+)
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.5}])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_labels_out_of_range(label, options, axis):
+    """The loss is NaN, the gradient 0, and no other row is touched."""
+    x = rand((4, 33)) if axis == 1 else rand((33, 4))
+    labels = jnp.asarray([0, label, 32, 5])
+    y, x_bar = value_and_vjp(labels, x, jnp.ones(4, "float32"), axis=axis, **options)
+    assert list(np.isnan(y)) == [False, True, False, False]
+    zero = (np.moveaxis(np.asarray(x_bar), axis, 1) == 0).all(1)
+    assert list(zero) == [False, True, False, False]
+    check(x, np.asarray([0, -1, 32, 5]), axis, **options)
+
+
+def test_ignored_examples():
+    """Selecting by the label gives finite second derivatives too."""
+    x, labels = rand((4, 7), "float64"), jnp.array([1, -1, 2, -1])
+
+    def total(x):
+        return jnp.sum(jnp.where(labels < 0, 0, loss_of(labels, z_loss=0.1)(x)))
+
+    kept = np.array([0, 2])
+    expected = jnp.sum(loss_of(labels[kept], z_loss=0.1)(x[kept]))
+    np.testing.assert_allclose(total(x), expected)
+    assert np.isfinite(jax.hessian(total)(x)).all()
+    assert (np.asarray(jax.grad(total)(x))[1::2] == 0).all()
+
+
+# ---- special values ----
+
+SPECIAL = {
+    "some -inf": [1, -inf, 3, -inf],
+    "all -inf": [-inf] * 4,
+    "+inf": [1, inf, 2, 3],
+    "NaN": [1, nan, 2, 3],
+    "NaN and inf": [inf, nan, -inf, 3],
+    "one finite": [-inf, -inf, 2, -inf],
+    "far apart": [-60000.0, 60000.0, 0, 1],
+}
+
+
+@dtypes
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("columns", [4, 37, 4099])
+def test_special_values(dtype, name, columns):
+    x = np.full((3, columns), SPECIAL[name][0] if name == "all -inf" else -1.0)
+    x[:, -4:] = SPECIAL[name]
+    x[1] = np.linspace(-1, 1, columns)
+    x, labels = jnp.asarray(x, dtype), np.array([columns - 1, 1, columns - 2], np.int32)
+    y, x_bar = check(x, labels, floor=64)
+    assert np.isfinite(y[1])
+    assert np.isfinite(oracle.f64(x_bar[1])).all()
+    check(x, labels, floor=64, smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offset"), [("float32", 1e4), ("float32", -1e6), ("float64", 1e9)]
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_offset(dtype, offset, smoothing):
+    """The loss does not lose digits to a common offset."""
+    x, labels = rand((4, 5000), dtype), some_labels(4, 5000)
+    moved = x + np.asarray(offset, dtype)
+    x = moved - np.asarray(offset, dtype)
+    y = loss_of(labels, smoothing=smoothing)(moved)
+    expected = oracle.softmax_cross_entropy(x, labels, smoothing=smoothing)
+    np.testing.assert_allclose(y, expected, rtol=64 * oracle.UNIT[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.1}])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_garbage_at_masked_places(dtype, options, axis):
+    """What logits and tangents hold there never matters; gradients there are exactly 0."""
+    rng = np.random.default_rng(4)
+    where = rng.random((5, 37)) < 0.5
+    labels = np.argmax(where, 1).astype(np.int32)
+    labels[2] = np.argmin(where[2])  # masked
+    where[3] = False
+    bad = rng.choice([nan, inf, -inf, 1e30], where.shape)
+    good = rng.standard_normal(where.shape)
+    with np.errstate(over="ignore"):
+        x, x_dot = (
+            np.where(where, good * factor, bad).astype(np.dtype(dtype)) for factor in (1, 0.5)
+        )
+    clean = np.where(where, x, 0).astype(x.dtype)
+    if axis == 0:
+        x, x_dot, clean, where = x.T, x_dot.T, clean.T, where.T
+    y, x_bar = check(jnp.asarray(x), labels, axis, where=where, **options)
+    y_clean, bar_clean = check(jnp.asarray(clean), labels, axis, where=where, **options)
+    np.testing.assert_array_equal(y, y_clean)
+    np.testing.assert_array_equal(oracle.f64(x_bar), oracle.f64(bar_clean))
+    assert (oracle.f64(x_bar)[~where] == 0).all()
+    assert np.isposinf(y[2])
+    assert np.isnan(y[3])
+    _, y_dot = jax.jvp(loss_of(labels, axis=axis, where=where, **options), (x,), (x_dot,))
+    assert np.isfinite(np.asarray(y_dot)[[0, 1, 2, 4]]).all()
+
+
+def test_same_bits_every_time():
+    x, labels = rand((64, 1025)), some_labels(64, 1025)
+    first, again = (value_and_vjp(labels, x, jnp.ones(64, "float32")) for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.1}])
+def test_implementations_agree(options):
+    x, labels, ct = rand((6, 4999)), some_labels(6, 4999), rand(6, seed=2)
+    where = np.random.default_rng(1).random((1, 4999)) < 0.9
+    where[:, labels] = True
+    results = [
+        value_and_vjp(labels, x, ct, where=where, implementation=implementation, **options)
+        for implementation in (None, "xla")
+    ]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+
+
+# ---- what a program consists of ----
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_residuals(z_loss):
+    """The logits themselves, the labels and one number per row."""
+    x, labels = rand((4, 33), "bfloat16"), jnp.asarray(some_labels(4, 33))
+    _, pullback = jax.vjp(lambda x: loss_of(labels, z_loss=z_loss)(x), x)
+    kept = sorted((a.dtype.name, a.shape) for a in jax.tree.leaves(pullback))
+    assert kept == [("bfloat16", (4, 33)), ("float32", (4, 1)), ("int32", (4, 1))]
+
+
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.1}])
+def test_probabilities_are_not_materialised(options):
+    """Nothing of the size of the logits in the program but them and their gradient."""
+    if not HAS_KERNELS:
+        pytest.skip("no kernels")
+    x, labels = rand((256, 4096)), some_labels(256, 4096)
+
+    def total(x):
+        return jnp.mean(loss_of(labels, **options)(x))
+
+    compiled = jax.jit(jax.value_and_grad(total)).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes // 16
+    calls = [c.kind for c in hlo.custom_calls(compiled.as_text())]
+    assert calls == ["jaxnorm_cross_entropy_fwd", "jaxnorm_cross_entropy_bwd"]
+
+
+@pytest.mark.parametrize("mapped", ["logits", "labels", "where", "both"])
+def test_vmap_of_some(mapped):
+    """Of the gradient too; what is not mapped is not repeated."""
+    x, labels = rand((3, 4, 33)), some_labels((3, 4), 33)
+    where = np.random.default_rng(1).random((3, 4, 33)) < 0.8
+    np.put_along_axis(where, labels[..., None], True, -1)
+    axes = {"logits": (0, None, None), "labels": (None, 0, None), "where": (None, None, 0)}
+    axes = axes.get(mapped, (0, 0, None))
+    args = [a if axis == 0 else a[1] for a, axis in zip((x, labels, where), axes, strict=True)]
+
+    def f(x, labels, where):
+        g = loss_of(labels, where=where, smoothing=0.1, z_loss=0.1)
+        return g(x), jax.grad(lambda x: jnp.sum(jnp.sin(g(x))))(x)
+
+    got = jax.vmap(f, axes)(*args)
+    for i in range(3):
+        one = f(*(a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True)))
+        for a, b in zip(got, one, strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=2e-5, atol=1e-6)
+
+
+def test_float0():
+    """Labels and masks that are arguments have float0 tangents and cotangents."""
+    x, labels, where = rand((2, 5)), jnp.array([0, 4]), jnp.ones((2, 5), bool)
+    f = lambda x, labels, where: loss_of(labels, where=where)(x)  # noqa: E731
+    bars = jax.vjp(f, x, labels, where)[1](jnp.ones(2, "float32"))
+    assert bars[1].dtype == bars[2].dtype == jax.dtypes.float0
+    zeros = [np.zeros(a.shape, jax.dtypes.float0) for a in (labels, where)]
+    _, y_dot = jax.jvp(f, (x, labels, where), (x, *zeros))
+    np.testing.assert_allclose(y_dot, jnp.sum(bars[0] * x, -1), rtol=1e-5)
+
+
+# ---- sharding ----
+
+CPUS = jax.devices("cpu")
+needs_devices = pytest.mark.skipif(len(CPUS) < 8, reason="needs 8 CPU devices")
+ROWS, CLASSES = 16, 64
+
+
+@functools.cache
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("d", "m"), axis_types=(kind, kind), devices=CPUS[:8])
+
+
+kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+every_options = pytest.mark.parametrize(
+    "options", [{}, {"smoothing": 0.1, "z_loss": 0.1, "where": True}], ids=["plain", "everything"]
+)
+
+
+def sharded_call(options):
+    """(function of logits, labels and a mask that returns loss, tangent and gradient; arguments)."""
+    x, labels = rand((ROWS, CLASSES)), some_labels(ROWS, CLASSES)
+    labels[3] = -1
+    where = np.random.default_rng(1).random((ROWS, CLASSES)) < 0.8
+    where[np.arange(ROWS), labels] = True
+    options = dict(options)
+    masked = options.pop("where", False)
+
+    def both(x, labels, where):
+        f = loss_of(labels, **options, where=where if masked else None)
+        y, y_dot = jax.jvp(f, (x,), (jnp.cos(x),))
+        return y, y_dot, jax.vjp(f, x)[1](jnp.sin(jnp.where(labels < 0, 0, y)))[0]
+
+    return both, (x, labels, where)
+
+
+def run_sharded(options, kind, spec):
+    both, args = sharded_call(options)
+    expected = jax.jit(both)(*args)
+    mesh = mesh_of(kind)
+    specs = (spec, P(spec[0]), spec)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)
+        ]
+        program, results = hlo.text(both, *placed), jax.jit(both)(*placed)
+    for got, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
+    assert results[2].sharding.is_equivalent_to(placed[0].sharding, 2)
+    return program
+
+
+@needs_devices
+@kinds
+@every_options
+@pytest.mark.parametrize("spec", [P("d", None), P(("d", "m"), None)], ids=str)
+def test_sharded_rows(kind, options, spec):
+    program = run_sharded(options, kind, spec)
+    assert hlo.collectives(program) == []
+    if HAS_KERNELS:
+        calls = {c.kind for c in hlo.custom_calls(program)}
+        assert calls == {"jaxnorm_cross_entropy_fwd", "jaxnorm_cross_entropy_bwd"}
+
+
+@needs_devices
+@kinds
+@every_options
+@pytest.mark.parametrize("spec", [P(None, "m"), P("d", "m"), P(None, ("d", "m"))], ids=str)
+def test_sharded_classes(kind, options, spec):
+    """All-reduces of numbers per row, and nothing else."""
+    program = run_sharded(options, kind, spec)
+    found = hlo.collectives(program)
+    assert found
+    assert {c.kind for c in found} == {"all-reduce"}, found
+    rows = ROWS // (4 if spec[0] == "d" else 1)
+    for c in found:
+        for dtype, shape in c.arrays:
+            assert hlo.BYTES[dtype] * np.prod(shape) <= 4 * 4 * rows, found
+    both, args = sharded_call(options)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(args[0], NamedSharding(mesh, spec))
+        labels = jax.device_put(args[1], NamedSharding(mesh, P(spec[0])))
+        forward = hlo.collectives(hlo.text(lambda x, labels: loss_of(labels)(x), x, labels))
+    assert sum(len(c.arrays) for c in forward) <= 3, forward
+
+
+@needs_devices
+@every_options
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(options, check_vma):
+    both, args = sharded_call(options)
+    specs = (P("d", None), P("d"), P("d", None))
+    mapped = jax.shard_map(
+        both,
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=specs,
+        out_specs=(P("d"), P("d"), P("d", None)),
+        check_vma=check_vma,
+    )
+    assert hlo.collectives(hlo.text(mapped, *args)) == []
+    for got, want in zip(jax.jit(mapped)(*args), jax.jit(both)(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
+
+
+def test_gradient_of_a_training_step():
+    """One forward and one backward call, also when the loss is averaged, jitted and rematerialised."""
+    labels = some_labels(8, 33)
+
+    def step(w, x):
+        return jnp.mean(loss_of(labels, z_loss=1e-4)(x @ w))
+
+    w, x = rand((5, 33)), rand((8, 5))
+    for f in (step, jax.checkpoint(step)):
+        counts = suite.jaxnorm_primitives(jax.grad(f), w, x)
+        assert counts["jaxnorm_cross_entropy_bwd"] == 1
+        assert "jaxnorm_cross_entropy_jvp" not in counts

@@ -104,7 +104,7 @@ def softmax_cross_entropy(
         raise TypeError(f"{op}: axis must be an int, got {axis!r}. Pass axis=-1 for the last axis.")
     (axis,) = _check.axes(op, axis, x.ndim)
     rows = x.shape[:axis] + x.shape[axis + 1 :]
-    targets = _labels(op, labels, rows, x.shape[axis])
+    targets = _labels(op, labels, rows)
     smoothing = _check.number(op, "label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
         raise ValueError(
@@ -128,7 +128,7 @@ def softmax_cross_entropy(
     return jnp.squeeze(loss, axis)
 
 
-def _labels(op, labels, rows, classes) -> jax.Array:
+def _labels(op, labels, rows) -> jax.Array:
     """`labels` as int32, in which what does not fit is -1."""
     dtype = getattr(labels, "dtype", None)
     if dtype is None:
@@ -147,7 +147,7 @@ def _labels(op, labels, rows, classes) -> jax.Array:
             "Reshape or broadcast them."
         )
     if jnp.iinfo(labels.dtype).max > jnp.iinfo(jnp.int32).max:
-        outside = (labels < 0) | (labels >= np.asarray(min(classes, _MAX_COLUMNS), labels.dtype))
+        outside = (labels < 0) | (labels > np.asarray(2**31 - 1, labels.dtype))
         labels = xp.where(outside, np.asarray(-1, np.int32), labels.astype(np.int32))
     return jnp.asarray(labels, np.int32)
 
@@ -161,8 +161,9 @@ def _row(x, labels, where, axis, mesh_axes):
     The mesh axes `mesh_axes` (if any) cut `axis` into blocks, of which each holds the label or does not.
 
     Returns:
-      The logits, -inf where masked; which element is the label's; whether any is; the functions that select what is not
-      masked, find the maximum, and sum several arrays over the row in one all-reduce.
+      The logits, -inf where masked; which element is the label's; whether any is; the number of classes, or None if the
+      mask decides; the functions that select what is not masked, find the maximum, and sum several arrays over the row
+      in one all-reduce.
     """
     z = x.astype(acc_dtype(x.dtype))
     if where is not None:
@@ -173,7 +174,7 @@ def _row(x, labels, where, axis, mesh_axes):
         position = position + jax.lax.axis_index(mesh_axes) * np.int32(classes)
         classes = classes * jax.lax.axis_size(mesh_axes)
     hit = position == labels
-    valid = (labels >= 0) & (labels < classes)
+    valid = (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
 
     def maximum(v):
         m = jnp.max(v, axis, keepdims=True, initial=-jnp.inf)
@@ -188,15 +189,17 @@ def _row(x, labels, where, axis, mesh_axes):
     def kept(v):
         return v if where is None else jnp.where(where, v, jnp.zeros((), v.dtype))
 
-    return z, hit, valid, kept, maximum, totals
+    n = jnp.asarray(classes, z.dtype) if where is None else None
+    return z, hit, valid, n, kept, maximum, totals
 
 
-def _target(z, hit, kept, totals, smoothing):
+def _target(z, hit, n, kept, totals, smoothing):
     """The target distribution q for the elements of a block."""
     one_hot = jnp.where(hit, np.asarray(1 - smoothing, z.dtype), np.asarray(0, z.dtype))
     if not smoothing:
         return one_hot
-    (n,) = totals(kept(jnp.ones_like(z)))
+    if n is None:
+        (n,) = totals(kept(jnp.ones_like(z)))
     return one_hot + np.asarray(smoothing, z.dtype) / n
 
 
@@ -204,19 +207,19 @@ def _fwd_reference(x, labels, *where, axis, smoothing, implementation=None, mesh
     """(nll, lse). Sums are of differences from the maximum, so that a common offset of a row does no harm to nll."""
     del implementation
     mask = where[0] if where else None
-    z, hit, valid, kept, maximum, totals = _row(x, labels, mask, axis, mesh_axes)
+    z, hit, valid, n, kept, maximum, totals = _row(x, labels, mask, axis, mesh_axes)
     m = maximum(z)
     m = jnp.where(m == -jnp.inf, np.zeros((), z.dtype), m)
     sums = [jnp.exp(z - m), jnp.where(hit, z - m, np.zeros((), z.dtype))]
     if smoothing:
-        sums += [kept(z - m), kept(jnp.ones_like(z))]
+        sums += [kept(z - m), *([kept(jnp.ones_like(z))] if n is None else [])]
     total, picked, *rest = totals(*sums)
     log_total = jnp.log(total)
     nll = log_total
     if smoothing < 1:
         nll = nll - picked * np.asarray(1 - smoothing, z.dtype)
     if smoothing:
-        nll = nll - rest[0] / rest[1] * np.asarray(smoothing, z.dtype)
+        nll = nll - rest[0] / (rest[1] if n is None else n) * np.asarray(smoothing, z.dtype)
     nll = jnp.where(valid, nll, np.asarray(np.nan, z.dtype))
     return [nll, jnp.broadcast_to(m + log_total, nll.shape)]
 
@@ -225,9 +228,9 @@ def _jvp_reference(x, lse, labels, x_dot, *where, axis, smoothing, implementatio
     """(sum(p * x_dot), sum(q * x_dot))."""
     del implementation
     mask = where[0] if where else None
-    z, hit, valid, kept, _, totals = _row(x, labels, mask, axis, ())
+    z, hit, valid, n, kept, _, totals = _row(x, labels, mask, axis, ())
     t = kept(x_dot.astype(z.dtype))
-    q = _target(z, hit, kept, totals, smoothing)
+    q = _target(z, hit, n, kept, totals, smoothing)
     of_p, of_q = totals(kept(jnp.exp(z - lse)) * t, q * t)
     zero = jnp.zeros((), z.dtype)
     return [jnp.where(valid, of_p, zero), jnp.where(valid, of_q, zero)]
@@ -239,8 +242,8 @@ def _bwd_reference(
     """The formula of ffi/cross_entropy_args.h."""
     del implementation
     mask = where[0] if where else None
-    z, hit, valid, kept, _, totals = _row(x, labels, mask, axis, mesh_axes)
-    out = a * jnp.exp(z - lse) - b * _target(z, hit, kept, totals, smoothing)
+    z, hit, valid, n, kept, _, totals = _row(x, labels, mask, axis, mesh_axes)
+    out = a * jnp.exp(z - lse) - b * _target(z, hit, n, kept, totals, smoothing)
     return [jnp.where(valid, kept(out), np.zeros((), z.dtype)).astype(x.dtype)]
 
 
@@ -451,7 +454,7 @@ def _jvp_transpose(cotangents, x, lse, labels, x_dot, *where, **params):
 
 def _bwd_transpose(cotangents, x, lse, labels, a, b, *where, **params):
     (ct,) = cotangents
-    bars = [None, None]
+    bars: list = [None, None]
     if not _present(ct):
         bars = [ad.Zero(v.aval) if ad.is_undefined_primal(v) else None for v in (a, b)]
     else:

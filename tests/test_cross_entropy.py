@@ -113,9 +113,10 @@ def test_no_rows(shape, axis):
     assert x_bar.shape == shape
 
 
-def test_no_classes():
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.1}])
+def test_no_classes(options):
     """No label is a class then."""
-    y, x_bar = value_and_vjp(jnp.zeros(3, int), jnp.zeros((3, 0)), jnp.ones(3))
+    y, x_bar = value_and_vjp(jnp.zeros(3, int), jnp.zeros((3, 0)), jnp.ones(3), **options)
     assert np.isnan(y).all()
     assert x_bar.shape == (3, 0)
 
@@ -331,6 +332,22 @@ def test_float0():
     zeros = [np.zeros(a.shape, jax.dtypes.float0) for a in (labels, where)]
     _, y_dot = jax.jvp(f, (x, labels, where), (x, *zeros))
     np.testing.assert_allclose(y_dot, jnp.sum(bars[0] * x, -1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_export_of_symbolic_shapes(kind):
+    """Batch and classes of unknown size."""
+    rows, classes = jax.export.symbolic_shape("b, c")
+    f = jax.jit(lambda x, labels: loss_of(labels, smoothing=0.1)(x))
+    arguments = (
+        jax.ShapeDtypeStruct((rows, classes), "float32"),
+        jax.ShapeDtypeStruct((rows,), kind),
+    )
+    exported = jax.export.export(f, disabled_checks=jaxnorm.export_checks())(*arguments)
+    x, labels = rand((5, 33)), jnp.asarray(some_labels(5, 33), kind)
+    labels = labels.at[2].set(33)
+    y = jax.export.deserialize(exported.serialize()).call(x, labels)
+    np.testing.assert_allclose(y, f(x, labels), rtol=1e-6)
 
 
 # ---- sharding ----

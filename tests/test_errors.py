@@ -347,7 +347,45 @@ GOOD_BATCH_NORM_CALLS = {
     "sums": bn("sums", "x dy bits mean var", "dbias dscale"),
     "dx": bn("dx", BN_DX, "dx dresidual"),
 }
+
+
+# Three rows of four classes.
+CE = {"x": S((3, 4), F32), "where": S((3, 4), bool), "dx": S((3, 4), F32)} | {
+    name: S((3, 1), F32) for name in ("lse", "a", "b", "nll")
+}
+CE["labels"] = S((3, 1), np.int32)
+
+
+def cross_entropy(part, operands="", **shapes):
+    """A call of cross_entropy_<part> with further operands by name; shapes replaces those of some."""
+    structs = CE | shapes
+    names = {"fwd": "x labels", "bwd": "x lse labels a b"}[part].split() + operands.split()
+    results = {"fwd": "nll lse", "bwd": "dx"}[part].split()
+    args = [jnp.ones(structs[n].shape, structs[n].dtype) for n in names]
+    attributes = {"smoothing": np.float64(0.1)}
+    return f"cross_entropy_{part}", tuple(structs[n] for n in results), args, attributes
+
+
 BAD_CALLS = {
+    "cross_entropy: integer logits": cross_entropy("fwd", x=S((3, 4), np.int32)),
+    "cross_entropy: scalars": cross_entropy("fwd", **dict.fromkeys(CE, S((), F32))),
+    "cross_entropy: 64-bit labels": cross_entropy("fwd", labels=S((3, 1), np.int64)),
+    "cross_entropy: labels of other rank": cross_entropy("fwd", labels=S((3,), np.int32)),
+    "cross_entropy: labels of all classes": cross_entropy("fwd", labels=S((3, 4), np.int32)),
+    "cross_entropy: labels too short": cross_entropy("fwd", labels=S((2, 1), np.int32)),
+    "cross_entropy: nll of all classes": cross_entropy("fwd", nll=S((3, 4), F32), lse=CE["x"]),
+    "cross_entropy: nll too short": cross_entropy("fwd", nll=S((2, 1), F32), lse=S((2, 1), F32)),
+    "cross_entropy: nll of other dtype": cross_entropy("fwd", nll=S((3, 1), np.float16)),
+    "cross_entropy: lse of other shape": cross_entropy("fwd", lse=S((2, 1), F32)),
+    "cross_entropy: where is float": cross_entropy("fwd", "where", where=S((3, 4), F32)),
+    "cross_entropy: where too large": cross_entropy("fwd", "where", where=S((3, 5), bool)),
+    "cross_entropy: operand too many": cross_entropy("fwd", "where where"),
+    "cross_entropy: dx of other shape": cross_entropy("bwd", dx=S((3, 5), F32)),
+    "cross_entropy: dx of other dtype": cross_entropy("bwd", dx=S((3, 4), np.float16)),
+    "cross_entropy: a of all classes": cross_entropy("bwd", a=S((3, 4), F32)),
+    "cross_entropy: b too short": cross_entropy("bwd", b=S((2, 1), F32)),
+    "cross_entropy: lse of another dtype": cross_entropy("bwd", lse=S((3, 1), np.float64)),
+    "cross_entropy: bwd where of other rank": cross_entropy("bwd", "where", where=S((4,), bool)),
     "batch_norm: axis beyond the end": bn("stats", "x", "mean var", {"axis": np.int64(2)}),
     "batch_norm: end beyond the rank": bn("stats", "x", "mean var", {"end": np.int64(4)}),
     "batch_norm: negative groups": bn("stats", "x", "mean var", {"groups": np.int64(-1)}),
@@ -592,6 +630,7 @@ def test_good_direct_call():
         *norm_bwd_operands(), **NORM_BWD
     )
     np.testing.assert_array_equal(dbias, 2)
-    for target, results, args, attributes in GOOD_BATCH_NORM_CALLS.values():
+    cross_entropies = [cross_entropy(part, "where") for part in ("fwd", "bwd")]
+    for target, results, args, attributes in [*GOOD_BATCH_NORM_CALLS.values(), *cross_entropies]:
         for value in jax.ffi.ffi_call(f"jaxnorm_{target}", results)(*args, **attributes):
             assert np.isfinite(value).all()

@@ -3,6 +3,7 @@
 from jaxnorm import _lib
 from jaxnorm._lib import status
 from jaxnorm._primitive import export_checks
+from jaxnorm.autofuse import autofuse
 from jaxnorm.batch_norm import batch_norm, batch_norm_inference
 from jaxnorm.norm import layer_norm, rms_norm
 from jaxnorm.relu import add_relu, relu
@@ -12,6 +13,7 @@ __version__ = _lib.VERSION
 
 __all__ = [
     "add_relu",
+    "autofuse",
     "batch_norm",
     "batch_norm_inference",
     "export_checks",

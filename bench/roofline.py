@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+from bench.cases import BATCH_NORMS
 from bench.timing import read_json
 from jaxnorm import _report
 
@@ -90,7 +91,8 @@ def _x_of(record: dict, x: str) -> float:
 def _panel(
     axes, records: Sequence[dict], x: str, unit: float, copy_name: str, handles: dict
 ) -> None:
-    # Filled and joined: plain cases of the dtype that has most of them. Hollow: the others.
+    # Filled and joined: plain cases of the dtype that has most of them. Hollow: the others. Shapes of batch_norm are no
+    # series.
     plain = [r["dtype"] for r in records if _is_plain(r)]
     main = statistics.mode(plain) if plain else None
     for depth, name in enumerate(dict.fromkeys(r["implementation"] for r in records)):
@@ -105,7 +107,7 @@ def _panel(
                 marker="o",
                 markersize=5,
                 markerfacecolor=colour if filled else "white",
-                linestyle="-" if filled else "",
+                linestyle="-" if filled and records[0]["op"] not in BATCH_NORMS else "",
                 linewidth=1.8,
                 zorder=10 - depth,
             )

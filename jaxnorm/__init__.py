@@ -3,6 +3,7 @@
 from jaxnorm import _lib
 from jaxnorm._lib import status
 from jaxnorm._primitive import export_checks
+from jaxnorm.autofuse import autofuse
 from jaxnorm.batch_norm import batch_norm, batch_norm_inference
 from jaxnorm.cross_entropy import softmax_cross_entropy
 from jaxnorm.norm import layer_norm, rms_norm
@@ -13,6 +14,7 @@ __version__ = _lib.VERSION
 
 __all__ = [
     "add_relu",
+    "autofuse",
     "batch_norm",
     "batch_norm_inference",
     "export_checks",

@@ -21,7 +21,10 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import dispatch  # private: see the last line of `define_primitive`
+from jax._src import (
+    dispatch,  # private: see the last line of `define_primitive`
+    source_info_util,  # private: see `run_equation`
+)
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -29,7 +32,7 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -76,14 +79,25 @@ def axis_names(entry) -> tuple:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def varying_axes(aval) -> frozenset:
+    """The manual axes along which an array differs."""
+    return aval.mat.varying
+
+
 def vary_alike(*args):
     """Casts operands to one set of varying manual axes, as `jax.lax` operations do before they bind."""
-    varying = [jax.typeof(a).mat.varying for a in args]
+    varying = [varying_axes(jax.typeof(a)) for a in args]
     union = frozenset().union(*varying)
     return [
         jax.lax.pcast(a, tuple(union - v), to="varying") if union - v else a
         for a, v in zip(args, varying, strict=True)
     ]
+
+
+def vary_as(array, aval):
+    """`array`, cast to vary along the manual axes along which `aval` does."""
+    missing = varying_axes(aval) - varying_axes(jax.typeof(array))
+    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
 
 def sharding_factors(operands, results, sizes=None) -> SdyShardingRule:
@@ -368,3 +382,32 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """
     names = sorted(set().union(*(_lib.module(p).targets for p in _lib.PLATFORMS)))
     return [jax.export.DisabledSafetyCheck.custom_call(_lib.TARGET_PREFIX + n) for n in names]
+
+
+# ---- programs, for autofuse ----
+
+
+def open_jaxpr(jaxpr):
+    """(jaxpr, values of its constvars) of an open or a closed one; from JAX 0.12 on there is one kind."""
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def run_equation(eqn, operands, params) -> list:
+    """Results of an equation under other parameters, with the names and the settings that it was traced with."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    context = source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+    with context, eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def source_line(eqn) -> str:
+    """File and line of the user's code that an equation comes from."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def without_dead_code(closed):
+    """The same program without equations whose results nothing uses, in calls, loops and branches too."""
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
+    return ClosedJaxpr(jaxpr, consts) if hasattr(closed, "jaxpr") else jaxpr

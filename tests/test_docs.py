@@ -45,7 +45,9 @@ def modules():
     """Modules of the package that have examples."""
     package = ROOT / "jaxnorm"
     names = sorted(
-        m.name for m in pkgutil.iter_modules([str(package)]) if m.name[:2] not in ("_c", "__")
+        m.name
+        for m in pkgutil.iter_modules([str(package)])
+        if not m.ispkg and m.name[:2] not in ("_c", "__")
     )
     return [f"jaxnorm.{n}" for n in names if ">>> " in (package / f"{n}.py").read_text()]
 

@@ -220,5 +220,6 @@ def test_eight_devices(op, spec, kind):
 
 
 def test_suite_covers_every_operation():
-    assert {name for name in jaxnorm.__all__ if name not in ("status", "export_checks")} <= set(OPS)
+    others = {"autofuse", "export_checks", "status"}
+    assert set(jaxnorm.__all__) - others <= set(OPS)
     assert suite.TRANSFORMATIONS

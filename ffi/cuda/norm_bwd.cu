@@ -19,6 +19,19 @@ namespace {
 inline constexpr int kStages =
     3;  // more were measured to be slower: the first ones are then read before any is written
 
+// What warps, and the blocks of a cluster, tell each other of even and of odd turns: one may be ahead by a turn.
+template <typename Sums>
+struct NormBwdShared {
+  Sums warps[2][kMaxThreads / kWarp];
+  Sums blocks[2][kMaxCluster];
+  uint64_t barriers[2];
+};
+
+// A barrier of the threads of one row, of which a block has at most 15 that are wider than a warp.
+__device__ __forceinline__ void RowBarrier(int group, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
+}
+
 // Copies the slot at element `offset` of a dense array, where the array may end, to shared memory.
 template <typename T>
 __device__ __forceinline__ void CopyLast(uint32_t shared, const DeviceOperand<T>& array, int64_t offset) {
@@ -49,12 +62,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   constexpr int kVec = Op::kVec, kSlots = Op::kSlots;
   constexpr bool kRagged = Op::kMode == Mode::kRagged, kPlain = Op::kMode == Mode::kPlain;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ RowExchangeShared<Sums> shared;
+  __shared__ NormBwdShared<Sums> shared;
   static_assert(sizeof(shared) <= kStaticSharedBytes);
   int rank = 0;
   unsigned block = blockIdx.x, param_group = 0;
   if (plan.cluster > 1) {
-    RowExchange<Sums>::ClusterStart(shared);
+    ClusterStart(&shared.barriers[0], &shared.barriers[1]);
     rank = static_cast<int>(block % plan.cluster);
     block /= plan.cluster;
   }
@@ -189,9 +202,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   if (plan.cluster > 1) ClusterWait();
 
-  const RowExchange<Sums> exchange(shared, reinterpret_cast<char*>(shared_bytes) + plan.exchange_offset, plan, rank,
-                                   row_group);
-  // The sums of a row over the lanes that share it.
+  const int warps = threads / kWarp, lane = threadIdx.x % kWarp, warp_of_row = lane & (warps > 8 ? 15 : 7);
+  constexpr uint32_t kTurnBytes = sizeof(shared.warps[0]);  // from even to odd turns
+  const uint32_t own_sums = SharedAddress(&shared.warps[0][threadIdx.x / kWarp]);
+  const uint32_t row_sums = SharedAddress(&shared.warps[0][row_group * warps + warp_of_row]);
+  // The sums of a row over the lanes that share it; other warps find them in shared memory after the next barrier.
   const auto reduce = [&](int turn, int place, const typename Op::Statistics& statistics) {
     auto sums = Sums::Identity();
     complete(place);
@@ -204,7 +219,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                   scale[j], sums, dscale[j], dbias[j]);
       }
     }
-    return op.need_x ? exchange.Put(sums, turn) : sums;
+    if (!op.need_x) return sums;
+    if (threads < kWarp) return Sums::MergeLanes(sums, threads);
+    sums = Sums::MergeLanes(sums, kWarp);
+    if (threads > kWarp && lane == 0) StoreShared(own_sums + (turn & 1) * kTurnBytes, sums);
+    return sums;
   };
 
   int place = 0;
@@ -212,14 +231,26 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Sums sums = reduce(0, 0, now);
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    if (op.need_x) sums = exchange.Begin(sums, turn);
+    const int parity = turn & 1;
+    if (op.need_x && threads > kWarp) {
+      RowBarrier(row_group, threads);
+      sums = warp_of_row < warps ? LoadShared<Sums>(row_sums + parity * kTurnBytes) : Sums::Identity();
+      if (warps > 8) sums = Sums::Merge(sums, ShuffleXor(sums, 8));
+      sums = Sums::MergeLanes(sums, 8);
+      if (plan.cluster > 1 && threadIdx.x < plan.cluster) {
+        SendToPeer(&shared.blocks[parity][rank], &shared.barriers[parity], threadIdx.x, sums);
+      }
+    }
     const auto upcoming = op.StatisticsOf(index(turn + 2), inside(turn + 2));
     CopyWait<kStages - 2>();
     const int next_place = place + 1 == kStages ? 0 : place + 1;
     Sums next_sums;
     if (turn + 1 < turns) next_sums = reduce(turn + 1, next_place, next);
     if (op.need_x) {
-      sums = exchange.End(sums, turn);
+      if (plan.cluster > 1) {
+        ReceiveFromPeers(&shared.barriers[parity], plan.cluster * static_cast<int>(sizeof(Sums)), turn >> 1 & 1);
+        sums = Sums::MergeLanes(lane < plan.cluster ? shared.blocks[parity][lane] : Sums::Identity(), kWarp);
+      }
       if (inside(turn)) {
         const typename Op::Row row = op.Begin(index(turn));
         const auto final = op.Finish(sums);
@@ -359,10 +390,9 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   JAXNORM_CHECK(op.rows_per_group / step < INT32_MAX);
   plan.turns = static_cast<int>(op.rows_per_group / step);
   plan.rest = static_cast<int>(op.rows_per_group % step);
-  plan.exchange_offset = kStages * stage_bytes + edge_bytes;
   Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
                .threads = threads,
-               .shared_bytes = plan.exchange_offset + RowExchange<typename Op::Sums>::Bytes(plan),
+               .shared_bytes = kStages * stage_bytes + edge_bytes,
                .cluster = plan.cluster};
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
   JAXNORM_RETURN_IF_ERROR(Launch<NormBwdKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, partials));

@@ -21,7 +21,6 @@ inline constexpr int kMaxArrays = 3;
 
 // Over a row: w = dy * scale, w * xhat and, with a mask, how many elements count.
 enum { kW, kProduct, kCount };
-
 template <typename T_, Mode kMode_>
 struct NormBwd {
   using T = T_;

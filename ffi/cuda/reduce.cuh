@@ -94,25 +94,22 @@ __device__ __forceinline__ void ClusterWait() {
 }
 
 // Writes `value` to shared memory at `address`, and counts it at the barrier at `counter`, both in block `rank` of this
-// cluster.
-template <typename P>
+// cluster. kWide words are written at once, to a multiple of their size: each store is counted by itself, which takes
+// time.
+template <int kWide = 1, typename P>
 __device__ __forceinline__ void SendToPeer(uint32_t address, uint32_t counter, int rank, P value) {
 #if __CUDA_ARCH__ >= 900
   const auto words = std::bit_cast<WordsOf<P>>(value);
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(counter), "r"(rank));
-  constexpr int kCount = sizeof(P) / sizeof(uint32_t);
-  if constexpr (kCount % 2 == 0) {  // each store is counted by itself, which takes time
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
+  for (int i = 0; i < static_cast<int>(sizeof(P) / sizeof(uint32_t)); i += kWide) {
+    if constexpr (kWide == 2) {
       asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
                        address + 4 * i),
                    "r"(words.w[i]), "r"(words.w[i + 1]), "r"(counter)
                    : "memory");
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    } else {
       asm volatile(
           "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address + 4 * i),
           "r"(words.w[i]), "r"(counter)

@@ -1,0 +1,160 @@
+"""What `autofuse(fn).explain(...)` returns."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+from jax.extend.core import Literal
+
+from jaxnorm._autofuse.plan import Replacement, original_function
+from jaxnorm._autofuse.rewrite import Rewritten, operation_function
+from jaxnorm._primitive import open_jaxpr, source_line, varying_axes
+
+# Of arguments in a call.
+_ORDER = ("x", "y", "mean", "var", "scale", "bias", "where", "residual", "mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A subgraph that is an operation, or looks like one.
+
+    Attributes:
+      operation: name of jaxnorm's function, or of what it looks like.
+      operand: dtype and shape of x; None where it is left.
+      replaced: "always", "where it is differentiated", or "no".
+      call: the call that replaces it; None where it is left.
+      reason: why it is left, or why the cost model takes it.
+      kept, kept_before: bytes that JAX keeps for the derivative with the operation, and without.
+      place: the loops, branches and the like that it is in, the outer one first.
+      line: of the user's code.
+    """
+
+    operation: str
+    operand: str | None
+    replaced: str
+    call: str | None
+    reason: str
+    kept: int
+    kept_before: int
+    place: tuple[str, ...]
+    line: str
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the derivative keeps less."""
+        return self.kept_before - self.kept
+
+    def __str__(self):
+        place = "".join(f", in {p}" for p in self.place)
+        if self.call is None:
+            return f"{self.operation}{place} ({self.line})\n  left: {self.reason}"
+        return (
+            f"{self.operation} of {self.operand}{place} ({self.line})\n"
+            f"  becomes {self.call}\n"
+            f"  saves {_bytes(self.saved)} of the {_bytes(self.kept_before)} that its derivative keeps\n"
+            f"  {self.replaced}: {self.reason}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What autofuse found in a function, in the order of the program.
+
+    Attributes:
+      candidates: what was found.
+    """
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def replaced(self) -> tuple[Candidate, ...]:
+        return tuple(c for c in self.candidates if c.call is not None)
+
+    @property
+    def left(self) -> tuple[Candidate, ...]:
+        return tuple(c for c in self.candidates if c.call is None)
+
+    def __str__(self):
+        head = f"autofuse: {len(self.replaced)} replaced, {len(self.left)} left"
+        return "\n".join((head, *map(str, self.candidates)))
+
+    __repr__ = __str__
+
+
+def report(rewritten: Rewritten) -> Report:
+    return Report(tuple(_candidates(rewritten, ())))
+
+
+def _candidates(rewritten: Rewritten, place: tuple[str, ...]) -> Iterator[Candidate]:
+    plan = rewritten.plan
+    found: list[tuple[float, Candidate | Rewritten, str]] = []
+    for replacement in plan.replacements:
+        index = replacement.region[-1].index
+        found.append((index, _replaced(replacement, place), ""))
+    for left, equation in plan.left:
+        line = source_line(equation.eqn) if equation else "?"
+        candidate = Candidate(left.operation, None, "no", None, left.reason, 0, 0, place, line)
+        found.append((equation.index if equation else 0, candidate, ""))
+    for equation, body in rewritten.bodies:
+        found.append((equation.index, body, equation.eqn.primitive.name))
+    for _, item, name in sorted(found, key=lambda f: f[0]):
+        if isinstance(item, Candidate):
+            yield item
+        else:
+            yield from _candidates(item, (*place, name))
+
+
+def _replaced(replacement: Replacement, place) -> Candidate:
+    match, rule = replacement.match, replacement.rule
+    before, after = (
+        _kept(f(replacement), replacement) for f in (original_function, operation_function)
+    )
+    x, _ = replacement.sources[match.x.node]
+    arguments = [
+        n if n in ("x", "scale", "bias") else f"{n}={n}"
+        for n in sorted(match.operands, key=_ORDER.index)
+    ]
+    if match.axes is not None:
+        # As dimensions of the program's array, counted from the end where that says more.
+        dims = [i for i, d in enumerate(x.view.dims) if d is not None]
+        axes = [dims[a] for a in match.axes]
+        shown = tuple(a - x.aval.ndim for a in axes) if axes[-1] == x.aval.ndim - 1 else tuple(axes)
+        arguments.append(f"axis={shown[0] if len(shown) == 1 else shown}")
+    arguments += [f"{name}={value!r}" for name, value in match.options.items()]
+    (defined,) = (e for e in replacement.level.jaxpr.eqns if replacement.defines[0] in e.outvars)
+    return Candidate(
+        match.operation,
+        f"{x.aval.dtype}[{','.join(map(str, x.aval.shape))}]",
+        rule.verdict,
+        f"jaxnorm.{match.operation}({', '.join(arguments)})",
+        rule.why,
+        after,
+        before,
+        place,
+        source_line(defined),
+    )
+
+
+def _kept(function, replacement: Replacement) -> int:
+    """Bytes of what JAX keeps for the derivative of a function of a replacement's sources."""
+    avals = [value.aval for value, _ in replacement.sources.values()]
+    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    # Of a shard_map; their sizes make no difference.
+    axes = {name for a in (*avals, replacement.match.output.aval) for name in varying_axes(a)}
+    trace = jax.make_jaxpr(
+        lambda *a: jax.vjp(function, *a)[1], axis_env=[(name, 1) for name in axes]
+    )
+    jaxpr, _ = open_jaxpr(trace(*arrays))
+    numbers = {
+        v for e in jaxpr.eqns for v in e.outvars if all(isinstance(a, Literal) for a in e.invars)
+    }  # XLA makes them anew
+    kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - numbers
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in kept)
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(n) >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} bytes"

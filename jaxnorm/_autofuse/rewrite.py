@@ -1,0 +1,232 @@
+"""The program with matches replaced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
+
+import jaxnorm
+from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.match import Match
+from jaxnorm._autofuse.plan import Plan, Replacement, layout_of, original_function, schedule
+from jaxnorm._autofuse.program import CALLS, Equation, Level, Value
+from jaxnorm._autofuse.values import View
+from jaxnorm._primitive import open_jaxpr, run_equation, vary_as, without_dead_code
+
+# Equations with programs inside: which parameters hold them.
+_BODIES = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "shard_map": ("jaxpr",),
+}
+
+
+class Rewritten:
+    """A program with its replacements made, in the bodies of loops and branches too.
+
+    Attributes:
+      plan: what is replaced in the program itself.
+      bodies: the same for each equation's bodies.
+    """
+
+    def __init__(self, closed):
+        self.plan = Plan(closed)
+        self.bodies: list[tuple[Equation, Rewritten]] = []
+        self._inner: dict[tuple[int, str, int], Rewritten] = {}
+        for equation in self.plan.program.equations:
+            for name in _BODIES.get(equation.eqn.primitive.name, ()):
+                value = equation.eqn.params[name]
+                for i, body in enumerate(value if isinstance(value, tuple) else (value,)):
+                    inner = Rewritten(body)
+                    if inner.changes:
+                        self._inner[id(equation.eqn), name, i] = inner
+                    self.bodies.append((equation, inner))
+        self._changed = {r.level for r in self.plan.replacements}
+        self._changed |= {e.level for e, inner in self.bodies if inner.changes}
+        for level in list(self._changed):
+            while level.parent is not None:
+                level = level.parent
+                self._changed.add(level)
+
+    @property
+    def changes(self) -> bool:
+        return bool(self._changed)
+
+    def __call__(self, *operands) -> list:
+        return self._run(self.plan.program.root, operands)
+
+    def _run(self, level: Level, operands) -> list:
+        here = [r for r in self.plan.replacements if r.level is level]
+        order = schedule(level, here)
+        assert order is not None
+        env: dict[Any, Any] = dict(zip(level.jaxpr.constvars, level.consts, strict=True))
+        env.update(zip(level.jaxpr.invars, operands, strict=True))
+        replaced = {v for r in here for v in r.defines}
+
+        def read(atom):
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for item in order:
+            if isinstance(item, Replacement):
+                env.update(_replace(item, read))
+                continue
+            results = self._equation(level, item, list(map(read, item.invars)))
+            env.update(
+                (v, r) for v, r in zip(item.outvars, results, strict=True) if v not in replaced
+            )
+        return list(map(read, level.jaxpr.outvars))
+
+    def _equation(self, level: Level, eqn, operands) -> list:
+        child = level.children.get(id(eqn))
+        if child is not None and child in self._changed:
+            name = CALLS[eqn.primitive.name]
+
+            def run(*inner):
+                return self._run(child, inner)
+
+            params = {**eqn.params, name: _retrace(run, eqn.params[name])}
+            return run_equation(eqn, operands, params)
+        names = _BODIES.get(eqn.primitive.name, ())
+        if not any(key[0] == id(eqn) for key in self._inner):
+            return run_equation(eqn, operands, eqn.params)
+        if eqn.primitive.name == "shard_map":
+            return _shard_map(eqn, operands, self._inner[id(eqn), "jaxpr", 0])
+        params = dict(eqn.params)
+        for name in names:
+            value = params[name]
+            bodies = [
+                _retrace(self._inner[id(eqn), name, i], body)
+                if (id(eqn), name, i) in self._inner
+                else body
+                for i, body in enumerate(value if isinstance(value, tuple) else (value,))
+            ]
+            params[name] = tuple(bodies) if isinstance(value, tuple) else bodies[0]
+        return run_equation(eqn, operands, params)
+
+
+def _retrace(function: Callable, like):
+    """A jaxpr of `function`, open or closed as `like` is, for operands as those of `like`."""
+    closed = jax.make_jaxpr(function)(*(v.aval for v in open_jaxpr(like)[0].invars))
+    return closed if hasattr(like, "consts") else open_jaxpr(closed)[0]
+
+
+def _shard_map(eqn, operands, function) -> list:
+    """A shard_map with another body, which is traced anew: inside it, axes have names and arrays vary along them."""
+    p = eqn.params
+    mapped = jax.shard_map(
+        lambda *blocks: tuple(function(*blocks)),
+        mesh=p["mesh"],
+        in_specs=tuple(p["in_specs"]),
+        out_specs=tuple(p["out_specs"]),
+        check_vma=p["check_vma"],
+        axis_names=set(p["newly_manual_axes"]),
+    )
+    return list(mapped(*operands))
+
+
+def _replace(replacement: Replacement, read: Callable) -> dict:
+    """Runs an operation; returns the variables that it defines."""
+    operands = [read(variable) for _, variable in replacement.sources.values()]
+    results = replaced_function(replacement)(*operands)
+    return {
+        variable: result
+        for (value, _, _), result in zip(replacement.results, results, strict=True)
+        for variable in value.defined[replacement.level]
+    }
+
+
+def replaced_function(replacement: Replacement) -> Callable:
+    """From what the program holds for the operation's sources to what it holds for its results."""
+    function = operation_function(replacement)
+
+    def operation(*arrays):
+        # An operand may be the same on all devices where the program's own code has spread it.
+        avals = [value.aval for value, _, _ in replacement.results]
+        return [vary_as(r, a) for r, a in zip(function(*arrays), avals, strict=True)]
+
+    if replacement.rule.verdict == costs.ALWAYS:
+        return operation
+    original = jax.custom_jvp(original_function(replacement))
+
+    def rule(primals, tangents):
+        present = [i for i, t in enumerate(tangents) if type(t) is not SymbolicZero]
+
+        def of_present(*arrays):
+            given = dict(zip(present, arrays, strict=True))
+            return operation(*(given.get(i, p) for i, p in enumerate(primals)))
+
+        return jax.jvp(of_present, [primals[i] for i in present], [tangents[i] for i in present])
+
+    original.defjvp(rule, symbolic_zeros=True)
+    return original
+
+
+def operation_function(replacement: Replacement) -> Callable:
+    """Jaxnorm's function, as `replaced_function`."""
+    match = replacement.match
+
+    values = [value for value, _ in replacement.sources.values()]
+
+    def function(*arrays):
+        placed = [
+            (_without_broadcast(a, v.view), layout_of(v))
+            for a, v in zip(arrays, values, strict=True)
+        ]
+        nodes = dict(zip(replacement.sources, placed, strict=True))
+        shape = nodes[match.x.node][0].shape
+        operands = {
+            name: operand.array(shape, nodes.__getitem__)
+            for name, operand in match.operands.items()
+        }
+        results = _call(match, operands, match.output.aval.dtype)
+        return [_to_view(results[name], dims, value) for value, name, dims in replacement.results]
+
+    return function
+
+
+def _call(match: Match, arrays: dict, dtype) -> dict:
+    """Results of the operation by name, in the dimensions of x."""
+    for name in ("x", "y", "residual", *(("bias",) if "softmax" in match.operation else ())):
+        if name in arrays:
+            arrays[name] = arrays[name].astype(dtype)
+    function = getattr(jaxnorm, match.operation)
+    axis = {} if match.axes is None else {"axis": match.axes}
+    results = function(arrays.pop("x"), **arrays, **axis, **match.options)
+    if match.operation == "batch_norm":
+        others = [d for d in range(len(match.x.dims)) if d not in (match.axes or ())]
+        results = (results[0], *(jnp.expand_dims(r, others) for r in results[1:]))
+        return dict(zip(("output", "mean", "var"), results, strict=True))
+    if isinstance(results, tuple):
+        return dict(zip(("output", "sum"), results, strict=True))
+    return {"output": results}
+
+
+def _without_broadcast(array, view: View):
+    if None not in view.dims:
+        return array
+    return array[tuple(slice(None) if d is not None else 0 for d in view.dims)]
+
+
+def _to_view(array, dims, value: Value):
+    """An array in the dimensions of x, as the variable holds it; `dims` are those of x that the node's are."""
+    view = value.view
+    taken = [dims[d] for d in view.dims if d is not None]
+    array = jnp.squeeze(array, [i for i in range(array.ndim) if i not in taken])
+    array = jnp.transpose(array, [sorted(taken).index(d) for d in taken])
+    present = [i for i, d in enumerate(view.dims) if d is not None]
+    if array.shape != view.shape:
+        array = jax.lax.broadcast_in_dim(array, view.shape, present)
+    return array.astype(value.aval.dtype)
+
+
+def rewrite(closed):
+    """The program with operations replaced and dead code removed."""
+    avals = [v.aval for v in open_jaxpr(closed)[0].invars]
+    return without_dead_code(jax.make_jaxpr(Rewritten(closed))(*avals))

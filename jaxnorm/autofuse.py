@@ -1,0 +1,102 @@
+"""Automatic fusion: existing code gets jaxnorm's operations without being rewritten."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jaxnorm._autofuse.report import Report, report
+from jaxnorm._autofuse.rewrite import Rewritten, rewrite
+from jaxnorm._primitive import without_dead_code
+
+
+class Autofused:
+    """A function with its softmax, norm and ReLU code replaced; made by `autofuse`."""
+
+    def __init__(self, fn: Callable):
+        self._fn = fn
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args, **kwargs) -> Any:
+        closed, arrays, restore = _trace(self._fn, args, kwargs)
+        return restore(jaxpr_as_fun(rewrite(closed))(*arrays))
+
+    def explain(self, *args, **kwargs) -> Report:
+        """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""
+        closed, _, _ = _trace(self._fn, args, kwargs)
+        return report(Rewritten(closed))
+
+
+def autofuse(fn: Callable) -> Autofused:
+    """Replaces softmax, normalisation and ReLU code in a function by jaxnorm's operations.
+
+    Each call traces `fn`, looks in its jaxpr for code that is one of the operations, and runs the program with that
+    code replaced. It looks at what is computed, not at names: Flax's, Haiku's and Equinox's layers, `jax.nn` and
+    formulas written out are the same to it. It replaces only what is the same function, derivatives and dtypes
+    included, and leaves alone where something else uses an intermediate result, and where XLA is as fast on its own.
+
+    Looks into `jit`, `scan`, `while_loop`, `cond`, `checkpoint`, custom derivatives and `shard_map`. The result may be
+    transformed as `fn` may: `jax.jit(autofuse(fn))`, `jax.grad(autofuse(loss))`. Put autofuse inside of `grad`: in a
+    function that takes gradients itself, forward code shares its intermediate results with backward code, which
+    leaves little to replace. Under `jit` tracing happens once; without it, at every call.
+
+    Args:
+      fn: function of any pytrees. Leaves that are arrays are traced; all others are handed to it as they are.
+
+    Returns:
+      The function, with a method `explain`, which takes the same arguments (or `jax.ShapeDtypeStruct` for arrays) and
+      returns a Report: print it, or read its `candidates`.
+
+    >>> import jax, jax.numpy as jnp, jaxnorm
+    >>> def norm(x, scale):
+    ...     mean = x.mean(-1, keepdims=True)
+    ...     return (x - mean) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * scale
+    >>> fused = jaxnorm.autofuse(norm)
+    >>> fused(jnp.array([1.0, 3.0]), jnp.array([2.0, 4.0])).round(3)
+    Array([-2.,  4.], dtype=float32)
+    >>> [c.call for c in fused.explain(jnp.ones((8, 64)), jnp.ones(64)).candidates]
+    ['jaxnorm.layer_norm(x, scale, axis=-1, epsilon=1e-06)']
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"autofuse: fn must be a function, got {type(fn).__name__}. Pass model.apply, say, not the model."
+        )
+    return Autofused(fn)
+
+
+def _trace(fn: Callable, args, kwargs):
+    """(jaxpr of fn in its array arguments, those, results of the jaxpr -> results of fn)."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    traced = [_is_array(leaf) for leaf in leaves]
+    results: list = []
+
+    def of_arrays(*arrays):
+        arrays = iter(arrays)
+        given = [
+            next(arrays) if is_array else leaf
+            for leaf, is_array in zip(leaves, traced, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(structure, given)
+        out, out_structure = jax.tree.flatten(fn(*args, **kwargs))
+        results[:] = [out_structure, [None if _is_array(leaf) else leaf for leaf in out]]
+        return [leaf for leaf in out if _is_array(leaf)]
+
+    arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
+    # What nothing uses must not be taken for another use.
+    closed = without_dead_code(jax.make_jaxpr(of_arrays)(*arrays))
+
+    def restore(values):
+        structure, others = results
+        values = iter(values)
+        return jax.tree.unflatten(
+            structure, [next(values) if leaf is None else leaf for leaf in others]
+        )
+
+    return closed, arrays, restore
+
+
+def _is_array(leaf) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))

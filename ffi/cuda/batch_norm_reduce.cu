@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 2 : 3)
       const A count = static_cast<A>(n - (j + short_of >= kCols));
       const A mean = count > 0 ? sum[j] * Reciprocal(count) : A{0};
       columns[j] = {count, (centre[j] - Origin(origin[j])) + mean, max(square[j] - sum[j] * mean, A{0})};
-      if (isnan(sum[j])) columns[j].m2 = sum[j];  // which max drops
+      if (const A nan = sum[j] - sum[j]; nan != 0) columns[j].m2 = nan;  // NaN or an infinity, which max drops
     }
   }
   entries.Store(columns, partials.shift);

@@ -112,6 +112,37 @@ def sharding_factors(operands, results, sizes=None) -> SdyShardingRule:
     return SdyShardingRule(mappings[0], mappings[1], **(sizes or {}))  # pyright: ignore[reportArgumentType]
 
 
+def broadcast_sharding_rule(_, operand_shapes, result_shapes, **__) -> SdyShardingRule:
+    """The `sharding_rule` of calls whose operands and results broadcast against each other."""
+    full = jnp.broadcast_shapes(*operand_shapes, *result_shapes)
+
+    def factors(k, shape):
+        # A broadcast or reduced dimension gets a factor of its own: nothing follows from how it is sharded.
+        return tuple(f"d{i}" if n == full[i] else f"{k}_{i}" for i, n in enumerate(shape))
+
+    return sharding_factors(
+        [factors(f"o{k}", shape) for k, shape in enumerate(operand_shapes)],
+        [factors(f"r{k}", shape) for k, shape in enumerate(result_shapes)],
+    )
+
+
+def joint_spec(full, specs, shapes) -> Spec:
+    """How the array that all of these broadcast to is cut: as the first of its shape, or else as any of them is."""
+    whole = (s for s, shape in zip(specs, shapes, strict=True) if tuple(shape) == tuple(full))
+    entries = zip(*specs, strict=True)
+    return next(whole, None) or tuple(
+        next((e for e in es if e is not None), None) for es in entries
+    )
+
+
+def broadcast_specs(spec, full, shapes) -> list[Spec]:
+    """`spec`, of the shape `full`, for arrays that broadcast to it."""
+    return [
+        tuple(e if n == full[i] else None for i, (e, n) in enumerate(zip(spec, shape, strict=True)))
+        for shape in shapes
+    ]
+
+
 def acc_dtype(dtype):
     """What values of `dtype` are summed in (not promote_types, which strict promotion refuses)."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)

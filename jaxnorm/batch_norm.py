@@ -61,6 +61,7 @@ from jaxnorm._primitive import (
     define_dce,
     define_formula,
     define_primitive,
+    joint_spec,
     mesh_size,
     psum_together,
     sharding_factors,
@@ -699,10 +700,7 @@ def _abstract(*avals, names, results, axes, groups, **_):
     given = dict(zip(names, avals, strict=True))
     full_shape = _full({n: a.shape for n, a in given.items()})
     arrays = [a for n, a in given.items() if n in _ARRAYS]
-    spec = next((spec_of(a) for a in arrays if a.shape == full_shape), None)
-    if spec is None:
-        entries = zip(*map(spec_of, arrays), strict=True)
-        spec = tuple(next((e for e in es if e is not None), None) for es in entries)
+    spec = joint_spec(full_shape, [spec_of(a) for a in arrays], [a.shape for a in arrays])
     full = aval_like(arrays[0], full_shape, spec=spec)
     reduced = _reduced(full.ndim, axes, groups)
 
@@ -767,14 +765,11 @@ def _partition(
     """Arrays stay where they are; each device reduces its part, and reductions are summed over the devices."""
     full = _full(dict(zip(names, operand_shapes, strict=True)))
     arrays = [
-        (spec, tuple(shape))
+        (spec, shape)
         for name, spec, shape in zip(names, operand_specs, operand_shapes, strict=True)
         if name in _ARRAYS
     ]
-    spec = next((spec for spec, shape in arrays if shape == full), None)
-    if spec is None:
-        entries = zip(*(spec for spec, _ in arrays), strict=True)
-        spec = tuple(next((e for e in es if e is not None), None) for es in entries)
+    spec = joint_spec(full, *zip(*arrays, strict=True))
     last, blocks = spec[-1], mesh_size(mesh, spec[-1])
     bits_entry = _bits.entry(last, full[-1], blocks)
 

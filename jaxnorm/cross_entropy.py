@@ -32,10 +32,12 @@ from jaxnorm._primitive import (
     aval_like,
     axis_names,
     broadcast_fits,
+    broadcast_sharding_rule,
+    broadcast_specs,
     define_formula,
     define_primitive,
+    joint_spec,
     psum_together,
-    sharding_factors,
     spec_of,
     vary_alike,
 )
@@ -288,40 +290,12 @@ def _fits(*avals, axis, **_):
     return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
 
 
-def _sharding_rule(_, operand_shapes, result_shapes, **__):
-    full = jnp.broadcast_shapes(*operand_shapes)
-
-    def factors(k, shape):
-        # A broadcast or reduced dimension gets a factor of its own: nothing follows from how it is sharded.
-        return tuple(f"d{i}" if n == full[i] else f"{k}_{i}" for i, n in enumerate(shape))
-
-    return sharding_factors(
-        [factors(f"o{k}", shape) for k, shape in enumerate(operand_shapes)],
-        [factors(f"r{k}", shape) for k, shape in enumerate(result_shapes)],
-    )
-
-
 def _partition(reference, mesh, operand_specs, _, operand_shapes, result_shapes, **params):
     """Rows stay where they are; a sharded axis takes all-reduces of a few numbers per row."""
     del mesh
     full = jnp.broadcast_shapes(*operand_shapes)
-    complete = [s for s, n in zip(operand_specs, operand_shapes, strict=True) if tuple(n) == full]
-    entries = zip(*operand_specs, strict=True)
-    spec = (
-        complete[0]
-        if complete
-        else [next((e for e in es if e is not None), None) for es in entries]
-    )
-
-    def of(shapes):
-        return [
-            tuple(
-                e if n == full[i] else None
-                for i, (e, n) in enumerate(zip(spec, shape, strict=True))
-            )
-            for shape in shapes
-        ]
-
+    spec = joint_spec(full, operand_specs, operand_shapes)
+    of = partial(broadcast_specs, spec, full)
     split = axis_names(spec[params["axis"]])
     local = partial(reference, **params, mesh_axes=split) if split else None
     return Partition(of(operand_shapes), of(result_shapes), local)
@@ -354,7 +328,7 @@ def _define(name, abstract, reference):
         attributes=_attributes,
         describe=_describe,
         fits=_fits,
-        sharding_rule=_sharding_rule,
+        sharding_rule=broadcast_sharding_rule,
         partition=partial(_partition, reference),
         platforms=("cpu",),
     )

@@ -32,11 +32,13 @@ from jaxnorm._primitive import (
     aval_like,
     axis_names,
     broadcast_fits,
+    broadcast_sharding_rule,
+    broadcast_specs,
     define_dce,
     define_formula,
     define_primitive,
+    joint_spec,
     psum_together,
-    sharding_factors,
     spec_of,
     split_scratch,
     vary_alike,
@@ -509,40 +511,12 @@ def _fits(names, *avals, axes, groups, **_):
     return True
 
 
-def _sharding_rule(_, operand_shapes, result_shapes, **__):
-    full = jnp.broadcast_shapes(*operand_shapes)
-
-    def factors(k, shape):
-        # A broadcast or reduced dimension gets a factor of its own: nothing follows from how it is sharded.
-        return tuple(f"d{i}" if n == full[i] else f"{k}_{i}" for i, n in enumerate(shape))
-
-    return sharding_factors(
-        [factors(f"o{k}", shape) for k, shape in enumerate(operand_shapes)],
-        [factors(f"r{k}", shape) for k, shape in enumerate(result_shapes)],
-    )
-
-
 def _partition(local, mesh, operand_specs, _, operand_shapes, result_shapes, **params):
     """Rows stay where they are; `local(spec, **params)` says what a device runs if it is not the primitive itself."""
     del mesh
     full = jnp.broadcast_shapes(*operand_shapes)
-    complete = [s for s, n in zip(operand_specs, operand_shapes, strict=True) if tuple(n) == full]
-    entries = zip(*operand_specs, strict=True)
-    spec = (
-        complete[0]
-        if complete
-        else [next((e for e in es if e is not None), None) for es in entries]
-    )
-
-    def of(shapes):
-        return [
-            tuple(
-                e if n == full[i] else None
-                for i, (e, n) in enumerate(zip(spec, shape, strict=True))
-            )
-            for shape in shapes
-        ]
-
+    spec = joint_spec(full, operand_specs, operand_shapes)
+    of = partial(broadcast_specs, spec, full)
     return Partition(of(operand_shapes), of(result_shapes), local(spec, **params))
 
 
@@ -608,7 +582,7 @@ norm_fwd_p = define_primitive(
     },
     describe=_describe,
     fits=lambda *avals, operands, **params: _fits(_fwd_names(operands), *avals, **params),
-    sharding_rule=_sharding_rule,
+    sharding_rule=broadcast_sharding_rule,
     partition=partial(_partition, _fwd_local),
     scratch=_fwd_scratch,
 )
@@ -774,7 +748,7 @@ norm_bwd_p = define_primitive(
     fits=lambda *avals, center, operands, **params: _fits(
         _bwd_names(center, operands), *avals, **params
     ),
-    sharding_rule=_sharding_rule,
+    sharding_rule=broadcast_sharding_rule,
     partition=partial(_partition, _bwd_local),
     scratch=_bwd_scratch,
 )

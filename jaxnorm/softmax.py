@@ -28,8 +28,9 @@ from jaxnorm._primitive import (
     aval_like,
     axis_names,
     broadcast_fits,
+    broadcast_sharding_rule,
+    broadcast_specs,
     define_primitive,
-    sharding_factors,
     spec_of,
     split_scratch,
     vary_alike,
@@ -300,18 +301,6 @@ def _fits(*avals, axis, **_):
     return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
 
 
-def _sharding_rule(_, operand_shapes, result_shapes, **__):
-    (full,) = result_shapes
-
-    def factors(k, shape):
-        # A broadcast dimension gets a factor of its own: nothing follows from how it is sharded.
-        return tuple(f"d{i}" if n == full[i] else f"o{k}_{i}" for i, n in enumerate(shape))
-
-    return sharding_factors(
-        [factors(k, shape) for k, shape in enumerate(operand_shapes)], [factors("r", full)]
-    )
-
-
 def _partition(
     reference, mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params
 ):
@@ -319,17 +308,10 @@ def _partition(
     (full,) = result_shapes
     complete = [s for s, shape in zip(operand_specs, operand_shapes, strict=True) if shape == full]
     spec = complete[0] if complete else result_specs[0]
-    operands = [
-        tuple(
-            entry if n == full[i] else None
-            for i, (entry, n) in enumerate(zip(spec, shape, strict=True))
-        )
-        for shape in operand_shapes
-    ]
     split = axis_names(spec[params["axis"]])
     # Rows are independent. Only a sharded axis needs more: all-reduces of one maximum and one sum per row.
     local = partial(reference, **params, mesh_axes=split) if split else None
-    return Partition(operands, [spec], local)
+    return Partition(broadcast_specs(spec, full, operand_shapes), [spec], local)
 
 
 def _batch(primitive, args, dims, *, axis, **params):
@@ -362,7 +344,7 @@ softmax_fwd_p = define_primitive(
     },
     describe=_describe,
     fits=_fits,
-    sharding_rule=_sharding_rule,
+    sharding_rule=broadcast_sharding_rule,
     partition=partial(_partition, _fwd_reference),
     scratch=_scratch,
 )
@@ -436,7 +418,7 @@ softmax_bwd_p = define_primitive(
     },
     describe=_describe,
     fits=_fits,
-    sharding_rule=_sharding_rule,
+    sharding_rule=broadcast_sharding_rule,
     partition=partial(_partition, _bwd_reference),
     scratch=_scratch,
 )

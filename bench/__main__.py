@@ -5,7 +5,6 @@ import dataclasses
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 
 from bench.cases import DIRECTIONS, DTYPES, OPS, Case, select
@@ -146,7 +145,7 @@ def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
     names = list(dict.fromkeys([options.implementation, *options.peers]))
     errors: dict[str, str] = {}
     timings: dict[str, _timing.Timing] = {}
-    kept: dict[str, int | None] = {}
+    sizes: dict[str, dict] = {}
     copy = None
     cold = False
     try:
@@ -154,7 +153,7 @@ def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
         data.wait()
         cold = data.cold
     except Exception as error:
-        data, errors = None, {name: f"data: {_text(error)}" for name in names}
+        data, errors = None, {name: f"data: {timing.error_text(error)}" for name in names}
 
     if data is not None:
         together = timing.fits_together(case, data.sets, len(names))
@@ -164,11 +163,14 @@ def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
                 try:
                     prepared = peers.prepare(name, case, direction, data)
                     workloads[name] = prepared.workload
-                    kept[name] = prepared.residual_bytes
+                    sizes[name] = {
+                        "residual_bytes": prepared.residual_bytes,
+                        "temporary_bytes": prepared.temporary_bytes,
+                    }
                 except peers.Unsupported as error:
                     errors[name] = f"skipped: {error}"
                 except Exception as error:
-                    errors[name] = _text(error)
+                    errors[name] = timing.error_text(error)
                 prepared = None
             if head["platform"] == "cpu" and copy is None:
                 workloads["copy"] = _timing.copy_workload(case.min_bytes(direction))
@@ -182,7 +184,7 @@ def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
             workloads.clear()
             for name, result in found.items():
                 if isinstance(result, Exception):
-                    errors[name] = _text(result)
+                    errors[name] = timing.error_text(result)
                 elif name == "copy":
                     copy = case.min_bytes(direction) / result.median
                 else:
@@ -201,12 +203,12 @@ def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
             error=errors.get(name),
             copy=copy or head["copy"]["bytes_per_second"],
             cold=cold,
-            kept=kept.get(name),
+            sizes=sizes.get(name, {}),
         )
 
 
-def _record(case, direction, name, timed, base, *, error, copy, cold, kept) -> dict:
-    from jaxnorm import _timing
+def _record(case, direction, name, timed, base, *, error, copy, cold, sizes) -> dict:
+    from bench import timing
 
     record = {
         **{f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name != "tags"},
@@ -217,38 +219,21 @@ def _record(case, direction, name, timed, base, *, error, copy, cold, kept) -> d
         "min_bytes": case.min_bytes(direction),
         "copy_bytes_per_second": copy,
         "cold": cold,
-        "residual_bytes": kept,
+        "residual_bytes": sizes.get("residual_bytes"),
+        "temporary_bytes": sizes.get("temporary_bytes"),
         "error": error,
     }
     if timed is None:
         return record
-    record |= {
-        "clock": timed.clock,
-        "seconds": timed.median,
-        "p10": timed.quantile(0.1),
-        "p90": timed.quantile(0.9),
-        "spread": timed.spread,
-        "calls": len(timed.seconds),
-        "kernels": timed.kernels,
-        "matmul_seconds": timed.matmul_seconds,
-    }
+    record |= timing.time_entries(timed, base)
+    record |= {"kernels": timed.kernels, "matmul_seconds": timed.matmul_seconds}
     # A program's bytes are those of the operation in it, so its matrix products are left out where
     # they can be told apart, and there is no rate where they cannot.
     own = timed.median - timed.matmul_seconds
     if own > 0 and (case.program in ("", "scores") or timed.matmul_seconds > 0):
         record["bytes_per_second"] = case.min_bytes(direction) / own
         record["copy_fraction"] = record["bytes_per_second"] / copy
-    if base is not None:
-        record["ratio"] = timed.median / base.median  # above 1: slower than jaxnorm
-        record["ratio_spread"] = _timing.ratio_spread(timed.spread, base.spread)
     return record
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"not installed: {error.name}"
-    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
 
 
 # ---- what people read ----

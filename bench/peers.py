@@ -27,6 +27,7 @@ class Prepared:
 
     workload: _timing.Workload
     residual_bytes: int | None = None
+    temporary_bytes: int | None = None
 
 
 def prepare(name: str, case: Case, direction: str, data: Data) -> Prepared:
@@ -186,8 +187,11 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
         dx = vjp(dy)
         return (y, *dx[: _cotangents(case)]) if with_result else dx
 
+    # The calls below find this compiled program: nothing is compiled twice.
+    compiled = gradients.lower(data.args[0], fixed, data.cotangents[0]).compile()
     return Prepared(
-        _timing.Workload(lambda i: gradients(data.args[i], fixed, data.cotangents[i]), sets)
+        _timing.Workload(lambda i: gradients(data.args[i], fixed, data.cotangents[i]), sets),
+        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )
 
 

@@ -9,6 +9,7 @@ import pathlib
 import platform
 import subprocess
 import tempfile
+import traceback
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -180,6 +181,30 @@ def _commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def time_entries(timed: _timing.Timing, base: _timing.Timing | Exception | None) -> dict:
+    """What a record says of a time, and of its ratio to that of jaxnorm, `base`, if there is one."""
+    entries = {
+        "clock": timed.clock,
+        "seconds": timed.median,
+        "p10": timed.quantile(0.1),
+        "p90": timed.quantile(0.9),
+        "spread": timed.spread,
+        "calls": len(timed.seconds),
+    }
+    if isinstance(base, _timing.Timing):
+        entries["ratio"] = timed.median / base.median  # above 1: slower than jaxnorm
+        entries["ratio_spread"] = _timing.ratio_spread(timed.spread, base.spread)
+    return entries
+
+
+def error_text(error: Exception) -> str:
+    """What a record says of a failure: the first line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error.name}"
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def write_json(path: str | os.PathLike, value) -> None:

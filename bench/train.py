@@ -2,13 +2,15 @@
 
 The models are those of examples/, in the sizes of `CASES`. A step is one jit: loss, gradients and
 optimizer. Its time is wall-clock, its temporary memory what the compiled program asks for beyond
-arguments and results.
+arguments and results. On a GPU the records also say which kernels the time went to.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -103,6 +105,58 @@ CASES = {
     ),
 }
 
+# What a kernel does, by its name; the first that is found counts.
+_COPY, _MATMUL = "copy or transposition", "matrix product or convolution"
+_GROUPS = (
+    # cuDNN's own transpositions; names of its convolutions have NHWC in them, too.
+    (_COPY, r"ToN(hwc|chw)"),
+    (_MATMUL, _timing.MATMUL.pattern + "|cudnn|fprop|dgrad|wgrad|convolve|winograd"),
+    (_COPY, "memcpy|memset|copy|transpose"),
+    ("fusion", "fusion|wrapped_|triton"),
+)
+
+
+def group(kernel: str) -> str:
+    """What a kernel counts as."""
+    if "jaxnorm" in kernel:
+        # Operations that share a kernel are its template argument.
+        found = re.search(r"[A-Z]\w*?(?:Fwd|Bwd|Stats|Sums|Dx|Final)", kernel)
+        return f"jaxnorm {found[0]}" if found else "jaxnorm"
+    for name, pattern in _GROUPS:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return name
+    return "other"
+
+
+def kernel_times(step: Callable[[], object]) -> dict:
+    """Seconds of a step by group and by name of kernel, largest first.
+
+    Kernels on several streams may overlap, and there are gaps between kernels: their sum is not the
+    wall-clock time of the step.
+    """
+    calls = 3
+    events = _timing.trace_events(lambda: jax.block_until_ready([step() for _ in range(calls)]))
+    if not events:
+        raise RuntimeError("the trace shows no kernel of the step")
+    groups, kernels = collections.Counter(), collections.Counter()
+    launches = collections.Counter(name for name, _ in events)
+    for name, seconds in events:
+        groups[group(name)] += seconds / calls
+        kernels[name] += seconds / calls
+    return {
+        "seconds": sum(groups.values()),
+        "groups": dict(groups.most_common()),
+        "top": [
+            {
+                "name": name[:200],
+                "group": group(name),
+                "seconds": seconds,
+                "launches": launches[name] / calls,
+            }
+            for name, seconds in kernels.most_common(25)
+        ],
+    }
+
 
 def measure(case: TrainCase, budget: float) -> list[dict]:
     """One record for each implementation; a failure is a record too."""
@@ -126,24 +180,18 @@ def measure(case: TrainCase, budget: float) -> list[dict]:
             run = functools.partial(compiled, state, *batch)
             workloads[name] = _timing.Workload(lambda _, run=run: run())
         except Exception as error:
-            records[name]["error"] = f"{type(error).__name__}: {error}"[:300]
-    for name, timed in _timing.measure(workloads, budget=budget, clock="wall").items():
-        if isinstance(timed, Exception):
-            records[name]["error"] = f"{type(timed).__name__}: {timed}"[:300]
-            continue
-        records[name] |= {
-            "clock": timed.clock,
-            "seconds": timed.median,
-            "p10": timed.quantile(0.1),
-            "p90": timed.quantile(0.9),
-            "spread": timed.spread,
-            "calls": len(timed.seconds),
-        }
-    base = records["jaxnorm"]
-    for r in records.values():
-        if "seconds" in r and "seconds" in base:
-            r["ratio"] = r["seconds"] / base["seconds"]  # above 1: slower than jaxnorm
-            r["ratio_spread"] = _timing.ratio_spread(r["spread"], base["spread"])
+            records[name]["error"] = timing.error_text(error)
+    timings = _timing.measure(workloads, budget=budget, clock="wall")
+    for name, timed in timings.items():
+        try:
+            if isinstance(timed, Exception):
+                raise timed
+            records[name] |= timing.time_entries(timed, timings.get("jaxnorm"))
+            if jax.default_backend() == "gpu":
+                run = functools.partial(workloads[name].run, 0)
+                records[name]["kernel_times"] = kernel_times(run)
+        except Exception as error:
+            records[name]["error"] = timing.error_text(error)
     return list(records.values())
 
 

@@ -29,7 +29,7 @@ Event = tuple[str, float]  # kernel name, seconds
 ROTATION_FACTOR = 2.5
 MAX_SETS = 64
 
-_MATMUL = re.compile(
+MATMUL = re.compile(
     r"gemm|cutlass|cublas|nvjet|xmma|wgmma|matmul|splitk(?!ernel)|_dot_|\bdot\b", re.IGNORECASE
 )
 
@@ -115,7 +115,7 @@ def _cupti_events(body: Callable[[], None]) -> list[Event]:
     return [(name, milliseconds * 1e-3) for name, milliseconds in events]
 
 
-def _trace_events(body: Callable[[], None]) -> list[Event]:
+def trace_events(body: Callable[[], None]) -> list[Event]:
     """What the device's streams did while `body` ran (copies too), from a `jax.profiler` trace."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -139,7 +139,7 @@ def stream_events(profile) -> list[Event]:
     return [(name, seconds) for _, name, seconds in sorted(events)]
 
 
-_KERNEL_CLOCKS = {"cupti": _cupti_events, "trace": _trace_events}
+_KERNEL_CLOCKS = {"cupti": _cupti_events, "trace": trace_events}
 CLOCKS = ("auto", *_KERNEL_CLOCKS, "wall")
 
 
@@ -184,9 +184,9 @@ def split_events(events: Sequence[Event], calls: int) -> tuple[list[float], int 
     groups = [events[i * per_call : (i + 1) * per_call] for i in range(calls)]
     names = {tuple(name for name, _ in group) for group in groups}
     if rest or len(names) > 1:
-        matmul = sum(seconds for name, seconds in events if _MATMUL.search(name))
+        matmul = sum(seconds for name, seconds in events if MATMUL.search(name))
         return [sum(seconds for _, seconds in events) / calls], None, matmul / calls
-    matmul = [sum(seconds for name, seconds in group if _MATMUL.search(name)) for group in groups]
+    matmul = [sum(seconds for name, seconds in group if MATMUL.search(name)) for group in groups]
     totals = [sum(seconds for _, seconds in group) for group in groups]
     return totals, per_call, statistics.median(matmul)
 

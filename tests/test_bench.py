@@ -282,8 +282,10 @@ def test_implementations_compute_the_same(case):
         assert data.sets == 2
         results = []
         for name in ("jaxnorm", "xla"):
-            workload = peers.prepare(name, case, direction, data).workload
+            prepared = peers.prepare(name, case, direction, data)
+            workload = prepared.workload
             result = workload.wait(workload.run(1))
+            assert (prepared.temporary_bytes is not None) == (direction in ("grad", "together"))
             # Residuals are each implementation's own.
             results.append(result[0] if direction == "forward_train" else result)
         ours, theirs = map(jax.tree.leaves, results)
@@ -344,6 +346,18 @@ def test_main_writes_json_and_plot(tmp_path, capsys):
     assert [r["ratio"] for r in ours] == [1.0, 1.0]
     # One bit an element.
     assert ours[1]["residual_bytes"] == 65536 * 3
+
+
+def test_main_records_temporary_memory(tmp_path):
+    """Of the compiled program: XLA keeps the probabilities, jaxnorm the same array."""
+    path = tmp_path / "out.json"
+    arguments = ["program", "--filter", "attention", "--budget", "0.02", "--json", str(path)]
+    assert bench_main.main(arguments) == 0
+    case = cases.select("program", "ci")[1]
+    records = timing.read_json(path)["records"]
+    assert [r["implementation"] for r in records] == ["jaxnorm", "xla"]
+    for record in records:
+        assert case.nbytes <= record["temporary_bytes"] < 6 * case.nbytes
 
 
 def test_main_reports_a_failure_of_jaxnorm(monkeypatch, capsys):
@@ -480,6 +494,76 @@ def test_training_steps(tmp_path, capsys, monkeypatch):
             assert 0 < ours[key] < flax[key]
     assert {row["verdict"] for row in compare.compare(run, run)} == {"same"}
     assert "transformer 2x32 bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        (
+            "void jaxnorm::(anonymous namespace)::SplitKernel<jaxnorm::SoftmaxFwd<float> >(int)",
+            "jaxnorm SoftmaxFwd",
+        ),
+        ("void jaxnorm::BatchNormDxKernel<__half, 8, true>(int)", "jaxnorm BatchNormDx"),
+        ("void jaxnorm::NormBwdSumKernel<float>(float const*, int)", "jaxnorm NormBwd"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix product or convolution"),
+        (
+            "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize64x64x64",
+            "matrix product or convolution",
+        ),
+        ("gemm_fusion_dot_12", "matrix product or convolution"),
+        (
+            "void cudnn::ops::nchwToNhwcKernel<__half, float>(cudnn::ops::nchw2nhwc_params_t)",
+            "copy or transposition",
+        ),
+        ("MemcpyD2D", "copy or transposition"),
+        ("input_transpose_fusion_3", "copy or transposition"),
+        ("loop_convert_fusion_7", "fusion"),
+        ("wrapped_add", "fusion"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "other"),
+    ],
+)
+def test_groups_of_kernels(kernel, group):
+    train = pytest.importorskip("bench.train")
+    assert train.group(kernel) == group
+
+
+def test_kernel_times(monkeypatch):
+    """Totals by group and by name, a step's share of them."""
+    train = pytest.importorskip("bench.train")
+    steps = []
+
+    def trace(body):
+        body()
+        return [("nvjet", 0.5), ("loop_add_fusion", 0.25), ("loop_add_fusion", 0.5)] * len(steps)
+
+    monkeypatch.setattr(_timing, "trace_events", trace)
+    found = train.kernel_times(lambda: steps.append(jnp.zeros(())))
+    assert steps
+    assert found["seconds"] == pytest.approx(1.25)
+    assert list(found["groups"]) == ["fusion", "matrix product or convolution"]
+    assert found["top"][0] == {
+        "name": "loop_add_fusion",
+        "group": "fusion",
+        "seconds": pytest.approx(0.75),
+        "launches": 2,
+    }
+    monkeypatch.setattr(_timing, "trace_events", lambda body: [])
+    with pytest.raises(RuntimeError, match="no kernel"):
+        train.kernel_times(lambda: None)
+
+
+@pytest.mark.gpu
+def test_training_steps_say_where_the_time_goes():
+    """On a GPU every record has the kernels of a step."""
+    train = pytest.importorskip("bench.train")
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):  # Flax mixes dtypes
+        ours, flax = train.measure(train.CASES["ci"][1], budget=0.01)
+    for record in (ours, flax):
+        assert record["error"] is None
+        assert "matrix product or convolution" in record["kernel_times"]["groups"]
+        seconds = [kernel["seconds"] for kernel in record["kernel_times"]["top"]]
+        assert 0 < sum(seconds) <= record["kernel_times"]["seconds"] * 1.001
+    assert any(group.startswith("jaxnorm ") for group in ours["kernel_times"]["groups"])
 
 
 def test_training_steps_that_fail(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 The other files run on the default device, so on a GPU machine they test the CUDA kernels too.
 """
 
+import math
 import threading
 
 import hlo
@@ -12,6 +13,7 @@ import numpy as np
 import oracle
 import processes
 import pytest
+import test_batch_norm
 import test_norm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -118,6 +120,18 @@ def test_norm_benchmark_cases(case):
     test_norm.check(case.op, x, "float32")
 
 
+BATCH_NORM_CASES = [c for c in cases.select(tag="gpu") if c.op == "batch_norm"]
+
+
+@pytest.mark.parametrize("case", BATCH_NORM_CASES, ids=lambda c: f"{c.op} {c.label}")
+def test_batch_norm_benchmark_cases(case):
+    """Two images of each batch, and their float32 twins."""
+    options = {"axis": case.axis, "parameters": "float32", "relu": "relu" in case.tail}
+    for dtype in (case.dtype, "float32"):
+        x = rand((2, *case.shape[1:]), dtype)
+        test_batch_norm.check(x, residual=case.tail == "add_relu", floor=64, **options)
+
+
 @softmaxes
 @halves
 def test_strided(op, dtype):
@@ -143,16 +157,75 @@ def test_misaligned_base(op, dtype):
 @pytest.mark.parametrize("op", cases.NORMS)
 @halves
 def test_norm_misaligned_base(op, dtype):
-    """The same; of x and of the scale."""
+    """The same; of x, of the scale and of the cotangent."""
+    options = {"center": op == "layer_norm"}
     for columns in (33, 1024, 8193, 40001):
         base, scale = rand((4 * columns + 3,), dtype), rand((columns + 1,), "float32")
+        ct = rand((4 * columns + 1,), dtype, 1)
 
-        def f(base, scale, columns=columns):
+        def f(base, scale, ct, columns=columns):
             x = base[3 : 3 + 4 * columns].reshape(4, columns)
-            return x, scale[1:], getattr(jaxnorm, op)(x, scale[1:])
+            y, pullback = jax.vjp(getattr(jaxnorm, op), x, scale[1:])
+            return x, y, pullback(ct[1:].reshape(4, columns))
 
-        x, scale, y = jax.jit(f)(base, scale)
+        x, y, bars = jax.jit(f)(base, scale, ct)
+        scale, ct = scale[1:], ct[1:].reshape(4, columns)
         oracle.assert_close(y, getattr(oracle, op)(x, scale), dtype)
+        expected = oracle.norm_vjp(x, ct, scale, **options)
+        sizes = oracle.norm_vjp(x, ct, scale, **options, sizes=True)
+        size = sizes[0] + np.mean(sizes[0])
+        oracle.assert_close(bars[0], expected[0], dtype, size=size, floor=16)
+        oracle.assert_close(bars[1], expected[1], "float32", size=sizes[1], floor=64)
+
+
+@halves
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((70, 33), 1), ((70, 256), 1), ((3, 5, 49), 1), ((3, 5, 4096), 1), ((2, 3, 20001), 1)],
+)
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_batch_norm_misaligned_base(dtype, shape, axis, offset):
+    """The same; of x, the residual and the cotangent, in training and in inference."""
+    size, features = math.prod(shape), shape[axis]
+    flat = [rand((size + offset,), dtype, seed) for seed in range(3)]
+    vectors = [rand((features + 1,), "float32", seed) for seed in range(3, 7)]
+
+    def parts(flat, vectors):
+        return [a[offset:].reshape(shape) for a in flat], [v[1:] for v in vectors]
+
+    @jax.jit
+    def f(flat, vectors):
+        (x, residual, ct), (scale, bias, mean, std) = parts(flat, vectors)
+        options = {"axis": axis, "activation": "relu"}
+
+        def train(x, scale, bias, residual):
+            return jaxnorm.batch_norm(x, scale, bias, residual=residual, **options)[0]
+
+        def infer(x):
+            return jaxnorm.batch_norm_inference(
+                x, mean, std * std + 1, scale, bias, residual=residual, **options
+            )
+
+        y, pullback = jax.vjp(train, x, scale, bias, residual)
+        z, pullback_z = jax.vjp(infer, x)
+        return y, pullback(ct), z, pullback_z(ct)[0]
+
+    y, bars, z, z_bar = f(flat, vectors)
+    (x, residual, ct), (scale, bias, mean, std) = parts(flat, vectors)
+    fixed = {"mean": mean, "var": std * std + 1}
+    for got, got_bars, options in ((y, bars, {}), (z, (z_bar,), fixed)):
+        options = {"axis": axis, **options}
+        # A sum that cancels is as exact as its terms are large.
+        size = np.abs(oracle.batch_norm(x, scale, bias, residual, **options)[0])
+        expected = oracle.batch_norm(x, scale, bias, residual, relu=True, **options)[0]
+        oracle.assert_close(got, expected, dtype, size=size + np.mean(size))
+        kw = {"scale": scale, "positive": oracle.f64(got) > 0, **options}
+        expected = oracle.batch_norm_vjp(x, ct, **kw)
+        sizes = oracle.batch_norm_vjp(x, ct, **kw, sizes=True)
+        for i, bar in enumerate(got_bars):
+            oracle.assert_close(
+                bar, expected[i], bar.dtype.name, size=sizes[i] + np.mean(sizes[i]), floor=32
+            )
 
 
 # ---- beyond 32 bits ----
@@ -212,6 +285,91 @@ def test_norm_of_more_than_two_to_the_31_elements(op):
         expected = oracle.norm_vjp(row, row, scale, **options)[0][0]
         size = oracle.norm_vjp(row, row, scale, sizes=True, **options)[0][0]
         oracle.assert_close(bar[r], expected, "bfloat16", floor=32, size=size)
+    del bar
+    # Rows come again after 61, so that the gradient of the scale is that of 61 rows with weights.
+    bar = jax.jit(lambda x, s: jax.vjp(getattr(jaxnorm, op), x, s)[1](x)[1])(x, scale)
+    distinct, times = np.asarray(x[:61]), np.bincount(np.arange(rows) % 61)[:, None]
+    weighted = oracle.f64(distinct) * times
+    expected = oracle.norm_vjp(distinct, weighted, scale, **options)[1]
+    size = oracle.norm_vjp(distinct, weighted, scale, sizes=True, **options)[1]
+    oracle.assert_close(bar, expected, "float32", floor=256, size=size)
+
+
+@pytest.mark.parametrize(
+    "shape", [((1 << 19) + 5, 4096), (513, 4096, 1024)], ids=["channels last", "channels between"]
+)
+def test_batch_norm_of_more_than_two_to_the_31_elements(shape):
+    """Every element of some features, before and beyond each power of two where an offset overflows."""
+    x = jax.jit(lambda: _filled((shape[0], math.prod(shape[1:])), "bfloat16").reshape(shape))()
+    scale, bias = rand((4096,), "float32"), rand((4096,), "float32", 1)
+    options = {"axis": 1, "activation": "relu"}
+
+    @jax.jit
+    def both(x, scale, bias):
+        y, pullback = jax.vjp(lambda *args: jaxnorm.batch_norm(*args, **options)[0], x, scale, bias)
+        return y, pullback(x)
+
+    y, bars = both(x, scale, bias)
+    features = [1, 2047, 4095]
+
+    def some(a):
+        return np.stack([np.asarray(a[:, c]) for c in features], 1)
+
+    x_some, y_some = some(x), some(y)
+    of_features = {"scale": np.asarray(scale)[features], "axis": 1}
+    exact = oracle.batch_norm(x_some, bias=np.asarray(bias)[features], **of_features)
+    expected = np.maximum(exact[0], 0)
+    oracle.assert_close(y_some, expected, "bfloat16", size=np.abs(exact[0]) + 1)
+    kw = {"positive": oracle.f64(y_some) > 0, **of_features}
+    wanted = oracle.batch_norm_vjp(x_some, x_some, **kw)
+    sizes = oracle.batch_norm_vjp(x_some, x_some, **kw, sizes=True)
+    oracle.assert_close(some(bars[0]), wanted[0], "bfloat16", floor=16, size=sizes[0] + 1)
+    for i in (1, 2):
+        bar = np.asarray(bars[i])[features]
+        oracle.assert_close(bar, wanted[i], "float32", floor=256, size=sizes[i])
+    del y, bars
+
+    kept = np.zeros((2, 4096), np.float32)
+    kept[:, features] = exact[1], exact[2]
+    infer = jax.jit(lambda x, *args: jaxnorm.batch_norm_inference(x, *args, **options))
+    y = infer(x, *kept, scale, bias)
+    oracle.assert_close(some(y), expected, "bfloat16", size=np.abs(exact[0]) + 1)
+
+
+@pytest.mark.parametrize("shape", [(-1, 1), (2, 1, -1)], ids=["channels last", "channels between"])
+def test_batch_norm_of_one_feature_of_more_than_two_to_the_31_elements(shape):
+    """Counts beyond 32 bits. x and its cotangent have few values, and so have results and gradients."""
+    rows, columns = (1 << 19) + 6, 4096
+    x = jax.jit(lambda: _filled((rows, columns), "bfloat16").reshape(shape))()
+    values = np.arange(-8.0, 9.0)
+    places = np.outer(np.arange(61), np.arange(53)) % 17
+    times = np.outer(np.bincount(np.arange(rows) % 61), np.bincount(np.arange(columns) % 53))
+    part = np.bincount(places.ravel(), times.ravel()) / (rows * columns)
+
+    def run(x):
+        y, pullback, (mean, var) = jax.vjp(with_statistics, x, has_aux=True)
+        return y, pullback(x * x)[0], mean, var
+
+    def with_statistics(x):
+        y, mean, var = jaxnorm.batch_norm(x, axis=1)
+        return y, (mean, var)
+
+    y, bar, mean, var = jax.jit(run)(x)
+    exact_mean = np.sum(part * values)
+    exact_var = np.sum(part * (values - exact_mean) ** 2)
+    np.testing.assert_allclose(mean, [exact_mean], atol=1e-4)
+    np.testing.assert_allclose(var, [exact_var], rtol=1e-4)
+    xhat, ct = (values - exact_mean) / np.sqrt(exact_var + 1e-5), values**2
+    centred = ct - np.sum(part * ct) - xhat * np.sum(part * ct * xhat)
+
+    @jax.jit
+    def largest_error(x, y, table):
+        wanted = sum(jnp.where(x == int(v), table[i], 0) for i, v in enumerate(values))
+        return jnp.max(jnp.abs(y.astype("float32") - wanted))
+
+    for got, table in ((y, xhat), (bar, centred / np.sqrt(exact_var + 1e-5))):
+        error = largest_error(x, got, jnp.asarray(table, "float32"))
+        assert float(error) < 2 * oracle.UNIT["bfloat16"] * np.abs(table).max()
 
 
 # ---- execution ----
@@ -232,6 +390,30 @@ def test_same_bits_every_time(op):
     first = f(x)
     for _ in range(3):
         for a, b in zip(f(x), first, strict=True):
+            assert bool(jnp.all(a == b))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((64, 28, 28, 96), -1), ((64, 96, 28, 28), 1), ((70001, 3), -1), ((2, 3, 100001), 1)],
+)
+def test_batch_norm_same_bits_every_time(shape, axis):
+    """Statistics, result, bits and gradients, also where several blocks share a feature."""
+    x, residual = rand(shape, "bfloat16"), rand(shape, "bfloat16", 1)
+    scale, bias = rand((shape[axis],), "float32", 2), rand((shape[axis],), "float32", 3)
+
+    @jax.jit
+    def f(*args):
+        def call(x, scale, bias, residual):
+            options = {"axis": axis, "activation": "relu", "residual": residual}
+            return jaxnorm.batch_norm(x, scale, bias, **options)
+
+        out, pullback = jax.vjp(call, *args)
+        return *out, *pullback(out)
+
+    first = f(x, scale, bias, residual)
+    for _ in range(3):
+        for a, b in zip(f(x, scale, bias, residual), first, strict=True):
             assert bool(jnp.all(a == b))
 
 
@@ -272,6 +454,10 @@ def test_calls_are_captured_in_a_cuda_graph(tmp_path):
         "jaxnorm_relu_bwd",
         "jaxnorm_norm_fwd",
         "jaxnorm_norm_bwd",
+        "jaxnorm_batch_norm_stats",
+        "jaxnorm_batch_norm_fwd",
+        "jaxnorm_batch_norm_sums",
+        "jaxnorm_batch_norm_dx",
     }
 
 

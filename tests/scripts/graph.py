@@ -15,15 +15,17 @@ x = np.random.default_rng(0).standard_normal((64, 1000)).astype(np.float32)
 
 
 def f(x):
-    return jax.grad(
-        lambda x: jnp.sum(jnp.sin(jaxnorm.softmax(jaxnorm.layer_norm(jaxnorm.relu(x)))))
-    )(x)
+    def loss(x):
+        y = jaxnorm.batch_norm(jaxnorm.relu(x))[0]
+        return jnp.sum(jnp.sin(jaxnorm.softmax(jaxnorm.layer_norm(y))))
+
+    return jax.grad(loss)(x)
 
 
 def reference(x):
     def loss(x):
-        relu = jnp.where(x > 0, x, 0)
-        return jnp.sum(jnp.sin(jax.nn.softmax(jax.nn.standardize(relu, epsilon=1e-6))))
+        y = jax.nn.standardize(jnp.where(x > 0, x, 0), axis=0, epsilon=1e-5)
+        return jnp.sum(jnp.sin(jax.nn.softmax(jax.nn.standardize(y, epsilon=1e-6))))
 
     return jax.grad(loss)(x)
 
@@ -33,11 +35,13 @@ for _ in range(10):
     y = captured(x)
 error = float(jnp.max(jnp.abs(y - jax.jit(reference)(x))))
 
-# Blocks of few rows tell each other of them by way of memory, whose contents a graph finds as it left them.
+# Blocks of few rows or features tell each other of them by way of memory, whose contents a graph finds as it left them.
 few = jnp.asarray(np.random.default_rng(1).standard_normal((5, 70000), np.float32))
-normalize = jax.jit(jaxnorm.layer_norm)
-few_rows = [np.asarray(normalize(few + i % 2)) for i in range(10)]
-few_rows_alike = all(np.array_equal(few_rows[i], few_rows[i % 2]) for i in range(10))
+few_rows_alike = True
+for normalize in (jaxnorm.layer_norm, lambda x: jaxnorm.batch_norm(x, axis=0)[0]):
+    compiled = jax.jit(normalize)
+    results = [np.asarray(compiled(few + i % 2)) for i in range(10)]
+    few_rows_alike &= all(np.array_equal(results[i], results[i % 2]) for i in range(10))
 
 # The thunk sequence has a line per thunk with its number, those of a command buffer further indented than it; the
 # metadata names the thunks.
@@ -48,7 +52,7 @@ dump = {
 names = {}
 if dump["thunk_metadata"]:
     for info in dump["thunk_metadata"].read_text().split("thunk_metadata {"):
-        name = re.search(r'profile_annotation: "(jaxnorm_\w+?_(?:fwd|bwd))', info)
+        name = re.search(r'profile_annotation: "(jaxnorm_\w+?_(?:fwd|bwd|stats|sums|dx))', info)
         number = re.search(r"thunk_id: (\d+)", info)
         if name and number:
             names[int(number.group(1))] = name.group(1)

@@ -1,7 +1,5 @@
 """softmax_cross_entropy against the float64 oracle: values, labels, masks, gradients, what they keep."""
 
-import functools
-
 import hlo
 import jax
 import jax.numpy as jnp
@@ -9,8 +7,8 @@ import numpy as np
 import oracle
 import pytest
 import suite
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import blocks, over, put, targets
 from oracle import DTYPES
 from suite import rand
 
@@ -352,17 +350,7 @@ def test_export_of_symbolic_shapes(kind):
 
 # ---- sharding ----
 
-CPUS = jax.devices("cpu")
-needs_devices = pytest.mark.skipif(len(CPUS) < 8, reason="needs 8 CPU devices")
 ROWS, CLASSES = 16, 64
-
-
-@functools.cache
-def mesh_of(kind):
-    return jax.make_mesh((4, 2), ("d", "m"), axis_types=(kind, kind), devices=CPUS[:8])
-
-
-kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 every_options = pytest.mark.parametrize(
     "options", [{}, {"smoothing": 0.1, "z_loss": 0.1, "where": True}], ids=["plain", "everything"]
 )
@@ -385,15 +373,16 @@ def sharded_call(options):
     return both, (x, labels, where)
 
 
-def run_sharded(options, kind, spec):
+def on_one_device(function, args, mesh):
+    return jax.jit(function)(*jax.device_put(args, mesh.devices.flat[0]))
+
+
+def run_sharded(options, mesh, spec):
     both, args = sharded_call(options)
-    expected = jax.jit(both)(*args)
-    mesh = mesh_of(kind)
+    expected = on_one_device(both, args, mesh)
     specs = (spec, P(spec[0]), spec)
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)
-        ]
+        placed = [put(a, s, mesh) for a, s in zip(args, specs, strict=True)]
         program, results = hlo.text(both, *placed), jax.jit(both)(*placed)
     for got, want in zip(results, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
@@ -401,56 +390,50 @@ def run_sharded(options, kind, spec):
     return program
 
 
-@needs_devices
-@kinds
+@over([P("d", None), P(("d", "m"), None)])
 @every_options
-@pytest.mark.parametrize("spec", [P("d", None), P(("d", "m"), None)], ids=str)
-def test_sharded_rows(kind, options, spec):
-    program = run_sharded(options, kind, spec)
+def test_sharded_rows(mesh, options, spec):
+    program = run_sharded(options, mesh, spec)
     assert hlo.collectives(program) == []
-    if HAS_KERNELS:
-        calls = {c.kind for c in hlo.custom_calls(program)}
-        assert calls == {"jaxnorm_cross_entropy_fwd", "jaxnorm_cross_entropy_bwd"}
+    kernels = {"jaxnorm_cross_entropy_fwd", "jaxnorm_cross_entropy_bwd"}
+    if kernels <= targets(mesh):
+        assert {c.kind for c in hlo.custom_calls(program)} == kernels
 
 
-@needs_devices
-@kinds
+@over([P(None, "m"), P("d", "m"), P(None, ("d", "m"))])
 @every_options
-@pytest.mark.parametrize("spec", [P(None, "m"), P("d", "m"), P(None, ("d", "m"))], ids=str)
-def test_sharded_classes(kind, options, spec):
+def test_sharded_classes(mesh, options, spec):
     """All-reduces of numbers per row, and nothing else."""
-    program = run_sharded(options, kind, spec)
+    program = run_sharded(options, mesh, spec)
     found = hlo.collectives(program)
     assert found
     assert {c.kind for c in found} == {"all-reduce"}, found
-    rows = ROWS // (4 if spec[0] == "d" else 1)
+    rows = ROWS // blocks(mesh, spec[0])
     for c in found:
         for dtype, shape in c.arrays:
             assert hlo.BYTES[dtype] * np.prod(shape) <= 4 * 4 * rows, found
-    both, args = sharded_call(options)
-    mesh = mesh_of(kind)
+    x, labels, _ = sharded_call(options)[1]
     with jax.set_mesh(mesh):
-        x = jax.device_put(args[0], NamedSharding(mesh, spec))
-        labels = jax.device_put(args[1], NamedSharding(mesh, P(spec[0])))
+        x, labels = put(x, spec, mesh), put(labels, P(spec[0]), mesh)
         forward = hlo.collectives(hlo.text(lambda x, labels: loss_of(labels)(x), x, labels))
     assert sum(len(c.arrays) for c in forward) <= 3, forward
 
 
-@needs_devices
+@over([P("d", None)], ["auto"])
 @every_options
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(options, check_vma):
+def test_shard_map(mesh, options, spec, check_vma):
     both, args = sharded_call(options)
-    specs = (P("d", None), P("d"), P("d", None))
     mapped = jax.shard_map(
         both,
-        mesh=mesh_of(AxisType.Auto),
-        in_specs=specs,
-        out_specs=(P("d"), P("d"), P("d", None)),
+        mesh=mesh,
+        in_specs=(spec, P("d"), spec),
+        out_specs=(P("d"), P("d"), spec),
         check_vma=check_vma,
     )
     assert hlo.collectives(hlo.text(mapped, *args)) == []
-    for got, want in zip(jax.jit(mapped)(*args), jax.jit(both)(*args), strict=True):
+    expected = on_one_device(both, args, mesh)
+    for got, want in zip(jax.jit(mapped)(*args), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
 
 

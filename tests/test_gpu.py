@@ -15,15 +15,13 @@ import processes
 import pytest
 import test_batch_norm
 import test_norm
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from meshes import GPUS
 
 import jaxnorm
 from bench import cases
 
 pytestmark = pytest.mark.gpu
 
-GPUS = [d for d in jax.devices() if d.platform == "gpu"]
 SOFTMAXES = ("softmax", "log_softmax")
 softmaxes = pytest.mark.parametrize("op", SOFTMAXES)
 halves = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -463,39 +461,15 @@ def test_calls_are_captured_in_a_cuda_graph(tmp_path):
 
 # ---- two GPUs ----
 
-two_gpus = pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
 
-
-@two_gpus
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "relu"])
-def test_two_gpus(op, kind):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=GPUS[:2])
-    x = np.asarray(rand((64, 4096), "float32"))
-    function = getattr(jaxnorm, op)
-
-    def both(x):
-        return function(x), jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))(x)
-
-    expected = jax.jit(both)(jax.device_put(x, GPUS[0]))
-    for spec in (P("d", None), P(None, "d")):
-        sharded = jax.device_put(x, NamedSharding(mesh, spec))
-        with jax.set_mesh(mesh):
-            found = hlo.collectives(hlo.text(both, sharded))
-            results = jax.jit(both)(sharded)
-        if spec == P("d", None) or op == "relu":
-            assert found == []
-        else:
-            assert {c.kind for c in found} == {"all-reduce"}
-        for got, want in zip(results, expected, strict=True):
-            # Sums of 4096 terms, in another order.
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=5e-5)
-
-
-@two_gpus
+# Programs for both are tested by test_sharding.py and test_cross_entropy.py.
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
 def test_kernels_on_the_second_gpu():
     """Launch settings are per device, not per process."""
     for columns in (100, 5000, 40000, 200000):
         for gpu in GPUS[:2]:
             x = jax.device_put(rand((4, columns), "float32"), gpu)
             oracle.assert_close(jaxnorm.softmax(x), oracle.softmax(x), "float32", jax.nn.softmax(x))
+            for op in cases.NORMS:
+                test_norm.check(op, x, "float32")
+            test_batch_norm.check(x.reshape(2, 2, columns), axis=1, parameters="float32", relu=True)

@@ -90,7 +90,8 @@ def _parse(argv) -> argparse.Namespace:
         "--peers",
         default="xla",
         metavar="P,...",
-        help="xla, torch, torch.compile, liger, quack, or none (default: xla)",
+        help="xla, xla-y (a ReLU that keeps y), torch, torch.compile, liger, quack, or none "
+        "(default: xla)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of every case")
     parser.add_argument(
@@ -112,7 +113,7 @@ def _parse(argv) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     options = parser.parse_args(argv)
     options.peers = [p for p in options.peers.split(",") if p and p != "none"]
-    known = ("xla", "torch", "torch.compile", "liger", "quack", "jaxnorm", "kernel")
+    known = ("xla", "xla-y", "torch", "torch.compile", "liger", "quack", "jaxnorm", "kernel")
     for peer in options.peers:
         if peer not in known:
             parser.error(f"--peers must name some of {', '.join(known)}, got {peer}")

@@ -280,6 +280,7 @@ def _relu_cases(op: str) -> list[Case]:
         Case(op, (1048576, 127), dtype="float16"),
         Case(op, (256, 56, 56, 167), dtype="float16"),
         Case(op, (16384, 4096), dtype="float32"),
+        Case(op, (16, 32, 112, 112), dtype="float32"),  # of a ResNet: 51 MB
     ]
     return _tagged(ci, full)
 

@@ -14,7 +14,7 @@ from bench.cases import BATCH_NORMS, NORMS, Case
 from bench.timing import Data, residual_bytes
 from jaxnorm import _timing
 
-NAMES = ("jaxnorm", "kernel", "xla", "torch", "torch.compile", "liger", "quack")
+NAMES = ("jaxnorm", "kernel", "xla", "xla-y", "torch", "torch.compile", "liger", "quack")
 
 
 class Unsupported(Exception):
@@ -34,7 +34,8 @@ def prepare(name: str, case: Case, direction: str, data: Data) -> Prepared:
     """Compiles `case` for one implementation and makes what the direction starts from.
 
     Args:
-      name: One of `NAMES`; "jaxnorm" chooses by itself, "kernel" insists on the kernels.
+      name: One of `NAMES`; "jaxnorm" chooses by itself, "kernel" insists on the kernels, "xla-y" is
+        a ReLU that keeps its result for backward, as frameworks with layers do.
       case: The case.
       direction: One of `bench.cases.DIRECTIONS`.
       data: Inputs that `make_data` made for this case and direction.
@@ -43,7 +44,7 @@ def prepare(name: str, case: Case, direction: str, data: Data) -> Prepared:
       Unsupported: the implementation has no such operation.
       Exception: whatever the library raises, an ImportError first of all.
     """
-    if name in ("jaxnorm", "kernel", "xla"):
+    if name in ("jaxnorm", "kernel", "xla", "xla-y"):
         return _prepare_jax(name, case, direction, data)
     if name in _TORCH:
         return _prepare_torch(_TORCH[name](case), case, direction, data)
@@ -92,6 +93,24 @@ def _xla_batch_norm(
     return y if statistics else (y, mean, variance)
 
 
+@jax.custom_vjp
+def _relu_of_result(x):
+    """ReLU with a derivative by y > 0: backward reads y in place of one bit per element."""
+    return jax.nn.relu(x)
+
+
+def _relu_of_result_fwd(x):
+    y = jax.nn.relu(x)
+    return y, y
+
+
+def _relu_of_result_bwd(y, dy):
+    return (jnp.where(y > 0, dy, jnp.zeros((), dy.dtype)),)
+
+
+_relu_of_result.defvjp(_relu_of_result_fwd, _relu_of_result_bwd)
+
+_XLA_Y_OPS = {"relu": _relu_of_result, "add_relu": lambda x, y: _relu_of_result(x + y)}
 _XLA_OPS = {
     "softmax": functools.partial(_xla_softmax, jax.nn.softmax),
     "log_softmax": functools.partial(_xla_softmax, jax.nn.log_softmax),
@@ -105,9 +124,13 @@ _XLA_OPS = {
 
 
 def jax_operation(name: str, op: str) -> Callable:
-    """`op` of jaxnorm ("jaxnorm", "kernel") or jax.nn ("xla"), called with jaxnorm's arguments."""
+    """`op` of jaxnorm ("jaxnorm", "kernel") or XLA ("xla", "xla-y"), called with jaxnorm's arguments."""
     if name == "xla":
         return _XLA_OPS[op]
+    if name == "xla-y":
+        if op not in _XLA_Y_OPS:
+            raise Unsupported("xla-y has relu and add_relu only")
+        return _XLA_Y_OPS[op]
     implementation = "kernel" if name == "kernel" else None
     return functools.partial(getattr(jaxnorm, op), implementation=implementation)
 

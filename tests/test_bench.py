@@ -281,18 +281,29 @@ def test_implementations_compute_the_same(case):
         data = timing.make_data(case, direction, sets=2)
         assert data.sets == 2
         results = []
-        for name in ("jaxnorm", "xla"):
+        is_relu = case.op in ("relu", "add_relu")
+        for name in ("jaxnorm", "xla", *["xla-y"] * is_relu):
             prepared = peers.prepare(name, case, direction, data)
             workload = prepared.workload
             result = workload.wait(workload.run(1))
             assert (prepared.temporary_bytes is not None) == (direction in ("grad", "together"))
             # Residuals are each implementation's own.
             results.append(result[0] if direction == "forward_train" else result)
-        ours, theirs = map(jax.tree.leaves, results)
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.shape == b.shape
-            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+        ours, *others = map(jax.tree.leaves, results)
+        for theirs in others:
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.shape == b.shape
+                a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+                np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("op", ["relu", "add_relu"])
+def test_what_backward_of_a_relu_reads(op):
+    """One bit per element, or the result."""
+    case = Case(op, (16, 8, 12, 12))
+    data = timing.make_data(case, "backward", sets=1)
+    kept = [peers.prepare(n, case, "backward", data).residual_bytes for n in ("jaxnorm", "xla-y")]
+    assert kept == [16 * 8 * 12 * 2, case.nbytes]
 
 
 def test_fits_together():
@@ -306,6 +317,8 @@ def test_unsupported_cases_say_so():
         peers.prepare("quack", Case("softmax", (4, 4), axis=0), "forward", None)
     with pytest.raises(peers.Unsupported, match="x alone"):
         peers.prepare("liger", Case("relu", (4, 4)), "forward", None)
+    with pytest.raises(peers.Unsupported, match="relu and add_relu only"):
+        peers.jax_operation("xla-y", "softmax")
     with pytest.raises(ValueError, match="implementation must be one of"):
         peers.prepare("numpy", Case("relu", (4, 4)), "forward", None)
 
@@ -349,7 +362,7 @@ def test_main_writes_json_and_plot(tmp_path, capsys):
 
 
 def test_main_records_temporary_memory(tmp_path):
-    """Of the compiled program: XLA keeps the probabilities, jaxnorm the same array."""
+    """Of the compiled program, which keeps the probabilities at least."""
     path = tmp_path / "out.json"
     arguments = ["program", "--filter", "attention", "--budget", "0.02", "--json", str(path)]
     assert bench_main.main(arguments) == 0
@@ -357,7 +370,7 @@ def test_main_records_temporary_memory(tmp_path):
     records = timing.read_json(path)["records"]
     assert [r["implementation"] for r in records] == ["jaxnorm", "xla"]
     for record in records:
-        assert case.nbytes <= record["temporary_bytes"] < 6 * case.nbytes
+        assert record["temporary_bytes"] >= case.nbytes
 
 
 def test_main_reports_a_failure_of_jaxnorm(monkeypatch, capsys):

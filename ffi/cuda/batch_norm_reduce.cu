@@ -126,12 +126,15 @@ class Entries {
 
 // ---- Kernels ----
 
+// Of a multiprocessor, at once.
+constexpr int kReduceBlocks = 3;
+
 // Reading alone, twice as many bytes under way were faster.
 template <typename T>
 constexpr int kStatsBatch = 2 * kBatch<T, 1>;
 
 template <typename T, bool kMasked>
-__global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 2 : 3)
+__global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 2 : kReduceBlocks)
     BatchNormStatsKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
                          Partials<Moments<AccT<T>>> partials, const __grid_constant__ MaskView view) {
   using A = AccT<T>;
@@ -204,17 +207,22 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 2 : 3)
   entries.Merge(lines, part, partials);
 }
 
+// Fewer bytes under way and more blocks were faster, but for ragged bits, of which all lines of a batch share a barrier.
+template <typename T, Bits kBits>
+constexpr int kSumsBatch = kBits == Bits::kRagged ? kBatch<T, 1> : kBatch<T, 2>;
+
 // kProduct: x is read for the sum of g * (x - mean).
 template <typename T, Bits kBits, bool kProduct>
-__global__ void __launch_bounds__(kBatchNormThreads<T>, 2)
+__global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
     BatchNormSumsKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
                         Partials<Totals<AccT<T>>> partials, const __grid_constant__ BitsView view) {
   using A = AccT<T>;
+  constexpr int kLines = kSumsBatch<T, kBits>;
   const Part part = FindPart(lines, spans, false);
   const T* dy = arrays.dy.Of<T>(part.group);
   const T* x = kProduct ? arrays.x.Of<T>(part.group) : nullptr;
   const uint8_t* bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(part.group);
-  Batch<kBatch<T, 1>>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(dy, x);
+  Batch<kLines>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(dy, x);
   __shared__ Constants<T, 1> constants;
   if constexpr (kProduct) {
     A mean[kCols];
@@ -226,7 +234,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, 2)
 
   Totals<A> totals[kCols];
   int turn = 0;
-  ForLines<kBatch<T, 1>>(lines, part, [&](auto k_lines, int64_t line) {
+  ForLines<kLines>(lines, part, [&](auto k_lines, int64_t line) {
     const Batch<k_lines> batch(lines, part, line, part.active);
     Cells<T> dys[k_lines] = {};
     [[maybe_unused]] Cells<T> xs[k_lines] = {};
@@ -276,6 +284,15 @@ __global__ void __launch_bounds__(kFinalThreads)
   const uint32_t group = blockIdx.x / blocks;
   const int64_t channel = int64_t{blockIdx.x - group * blocks} * width + threadIdx.x % width;
   const bool there = channel < lines.channels;
+  // What the result needs besides, on its way with the partial results.
+  A other{};
+  if (lane == 0 && there && lines.size > 0) {
+    if constexpr (std::is_same_v<P, Moments<A>>) {
+      other = ToAcc(arrays.x.Of<T>(group)[channel * lines.inner]);
+    } else if (arrays.dscale) {
+      other = arrays.var.Of<A>(group)[channel];
+    }
+  }
   P merged;
   if (there && lines.size > 0) {
     // Lines that hold each channel once have it in neighbouring tiles, which wrap around for no channel.
@@ -313,7 +330,7 @@ __global__ void __launch_bounds__(kFinalThreads)
   if constexpr (std::is_same_v<P, Moments<A>>) {
     A mean = NAN, var = NAN;
     if (merged.count > 0) {
-      mean = Origin(ToAcc(arrays.x.Of<T>(group)[channel * lines.inner])) + merged.mean;
+      mean = Origin(other) + merged.mean;
       var = merged.m2 / merged.count;
     }
     arrays.mean.Of<A>(group)[channel] = mean;
@@ -322,8 +339,7 @@ __global__ void __launch_bounds__(kFinalThreads)
   } else {
     if (arrays.dbias) arrays.dbias.Of<A>(group)[channel] = merged.g;
     if (arrays.dscale) {
-      const A rstd = rsqrt(arrays.var.Of<A>(group)[channel] + epsilon);
-      arrays.dscale.Of<A>(group)[channel] = lines.size > 0 ? merged.gx * rstd : A{0};
+      arrays.dscale.Of<A>(group)[channel] = lines.size > 0 ? merged.gx * rsqrt(other + epsilon) : A{0};
     }
   }
 }
@@ -378,7 +394,7 @@ ffi::Error RunStats(const DeviceInfo& device, cudaStream_t stream, const BatchNo
   const Lines lines = ReduceLines<T>(args.shape, true);
   return ForGroups(args, [&](const GroupArrays& arrays) {
     return Reduce<T, Moments<AccT<T>>>(
-        device, stream, arrays, lines, 3 * device.sms, kStatsBatch<T>, AllAligned<T>(arrays.x), 0, scratch,
+        device, stream, arrays, lines, kReduceBlocks * device.sms, kStatsBatch<T>, AllAligned<T>(arrays.x), 0, scratch,
         [&](const Grid& grid, const Spans& spans, const auto& partials) {
           return Launch<BatchNormStatsKernel<T, kMasked>>(device, stream, grid, "BatchNormStatsKernel", arrays, lines,
                                                           spans, partials, MaskView(args, lines, arrays.first_group));
@@ -391,12 +407,13 @@ ffi::Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNor
                    ffi::AnyBuffer scratch) {
   const Lines lines = ReduceLines<T>(args.shape, kBits != Bits::kRagged);
   return ForGroups(args, [&](const GroupArrays& arrays) {
-    return Reduce<T, Totals<AccT<T>>>(
-        device, stream, arrays, lines, 2 * device.sms, kBatch<T, 1>, AllAligned<T>(arrays.dy, arrays.x), epsilon,
-        scratch, [&](const Grid& grid, const Spans& spans, const auto& partials) {
-          return Launch<BatchNormSumsKernel<T, kBits, kProduct>>(device, stream, grid, "BatchNormSumsKernel", arrays,
-                                                                 lines, spans, partials, BitsView(args.shape, lines));
-        });
+    return Reduce<T, Totals<AccT<T>>>(device, stream, arrays, lines, kReduceBlocks * device.sms, kSumsBatch<T, kBits>,
+                                      AllAligned<T>(arrays.dy, arrays.x), epsilon, scratch,
+                                      [&](const Grid& grid, const Spans& spans, const auto& partials) {
+                                        return Launch<BatchNormSumsKernel<T, kBits, kProduct>>(
+                                            device, stream, grid, "BatchNormSumsKernel", arrays, lines, spans, partials,
+                                            BitsView(args.shape, lines));
+                                      });
   });
 }
 

@@ -17,9 +17,9 @@ from jaxnorm import _check
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.algebra import Mismatch
 from jaxnorm._autofuse.match import Left, Match
-from jaxnorm._autofuse.patterns import norm, relu, softmax
+from jaxnorm._autofuse.patterns import cross_entropy, norm, relu, softmax
 from jaxnorm._autofuse.program import Equation, Level, Program, Value
-from jaxnorm._autofuse.values import Node, at_least, is_float, unconverted, unwidened
+from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconverted, unwidened
 from jaxnorm._primitive import run_equation, source_line, varying_axes
 
 # What was checked and failed says more than what did not look right.
@@ -103,6 +103,7 @@ class Plan:
             if equation in self.program.calls:
                 yield equation, relu.find(output, self.program.calls[equation])
             else:
+                yield equation, cross_entropy.find(output)
                 yield equation, norm.find(output)
                 yield equation, softmax.find(output)
                 if not self.program.has_own_derivative(equation.level):
@@ -142,7 +143,7 @@ class Plan:
 
     def _results(self, match: Match, region, level: Level):
         """What the operation defines: its output, and by-products that others use."""
-        inverse = tuple(sorted(range(len(match.x.dims)), key=lambda i: match.x.dims[i]))
+        inverse = tuple(match.x.dims.index(d) for d in identity(match.output.view.node))
         results = [(match.output, "output", inverse)]
         inside = set(region)
         call = _call_in(level, match.output.equation)
@@ -153,9 +154,12 @@ class Plan:
         for equation in region:
             for value in equation.outputs:
                 used = value.is_output or any(u not in inside for u in value.uses)
-                if value is match.output or not used or value.view.node.constant is not None:
+                node = value.view.node
+                if value is match.output or not used or node.constant is not None:
                     continue
-                product = match.by_products(value.view.node)
+                if node.op == "iota":  # made of nothing: stays where it has other uses
+                    continue
+                product = match.by_products(node)
                 if product is None or level not in value.defined:
                     raise Mismatch(
                         f"an intermediate is used elsewhere: {_describe(equation)}", _CHECKED

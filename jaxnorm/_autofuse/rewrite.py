@@ -193,11 +193,14 @@ def operation_function(replacement: Replacement) -> Callable:
 
 def _call(match: Match, arrays: dict, dtype) -> dict:
     """Results of the operation by name, in the dimensions of x."""
+    axis = {} if match.axes is None else {"axis": match.axes}
+    if match.function is not None:
+        x = arrays.pop("x")
+        return {"output": match.function(x, **arrays, **axis, **match.options, dtype=dtype)}
     for name in ("x", "y", "residual", *(("bias",) if "softmax" in match.operation else ())):
         if name in arrays:
             arrays[name] = arrays[name].astype(dtype)
     function = getattr(jaxnorm, match.operation)
-    axis = {} if match.axes is None else {"axis": match.axes}
     results = function(arrays.pop("x"), **arrays, **axis, **match.options)
     if match.operation == "batch_norm":
         others = [d for d in range(len(match.x.dims)) if d not in (match.axes or ())]

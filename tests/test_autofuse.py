@@ -150,6 +150,18 @@ NORMS = {
         lambda x: deviation_of(x, (1, 2)) * lax.rsqrt(x.var((1, 2), keepdims=True) + 0.1),
         "layer_norm(x, axis=(-2, -1), epsilon=0.1)",
     ),
+    "axis 1": (
+        lambda x: layer_norm(x.swapaxes(1, 2), S[: x.shape[1]], B[: x.shape[1]]).swapaxes(1, 2),
+        "layer_norm(x, scale, bias, axis=1, epsilon=1e-05)",
+    ),
+    "axis 1, no parameters": (
+        lambda x: deviation_of(x, 1) * lax.rsqrt(x.var(1, keepdims=True) + 0.1),
+        "layer_norm(x, axis=1, epsilon=0.1)",
+    ),
+    "rms, axis 0": (
+        lambda x: x * lax.rsqrt(jnp.mean(x * x, 0, keepdims=True) + 1e-5),
+        "rms_norm(x, axis=0, epsilon=1e-05)",
+    ),
     "masked": (
         lambda x: (x - (m := x.mean(-1, keepdims=True, where=WHERE[:5])))
         * lax.rsqrt(jnp.mean((x - m) ** 2, -1, keepdims=True, where=WHERE[:5]) + 0.1)
@@ -272,6 +284,10 @@ RELU = {
     "batch norm, NCHW": (
         lambda x, y: batch_norm(x, S[:6, None], B[:6, None], (0, 2)),
         ["batch_norm(x, scale, bias, axis=1, epsilon=1e-05)"],
+    ),
+    "batch norm, NCHW, no parameters": (  # layer_norm over (0, 2) is the same, and has no kernel
+        lambda x, y: deviation_of(x, (0, 2)) * lax.rsqrt(x.var((0, 2), keepdims=True) + 0.1),
+        ["batch_norm(x, axis=1, epsilon=0.1)"],
     ),
     "running averages": (
         lambda x, y: running(x),
@@ -494,10 +510,6 @@ NEAR_MISSES = {
     "other masks": (
         lambda x: normalised(x, m := mean_of(x, where=WHERE), mean_of((x - m) ** 2, where=~WHERE)),
         "do not count the same elements",
-    ),
-    "axis without kernel": (
-        lambda x: x * lax.rsqrt(mean_of(x * x, 1) + 1e-5),
-        "statistics are over dimensions (1,) of 3: only trailing ones have a kernel",
     ),
     "statistics of groups": (
         lambda x: inference(x, jnp.repeat(x[:, :1, ::4], 4, 2), jnp.exp(X[:, :1])),

@@ -66,9 +66,12 @@ def _size(shape, axes) -> float:
     return math.prod(sizes) if all(isinstance(n, int) for n in sizes) else math.inf
 
 
+def _last(shape, axes) -> bool:
+    return tuple(axes) == tuple(range(len(shape) - len(axes), len(shape)))
+
+
 def _short_rows(shape, axes, columns) -> bool:
-    last = tuple(axes) == tuple(range(len(shape) - len(axes), len(shape)))
-    return last and _size(shape, axes) <= columns
+    return _last(shape, axes) and _size(shape, axes) <= columns
 
 
 def _few_long_rows(shape, axes) -> bool:
@@ -103,6 +106,12 @@ TABLE = (
             Figures("H200", (1.83, 2.56), (1.46, 2.17), _SOFTMAX),
             Figures("CPU", (1.49, 2.78), (1.54, 2.43), _CPU),
         ),
+    ),
+    Rule(
+        ("layer_norm", "rms_norm"),
+        lambda shape, axes: not _last(shape, axes),
+        DIFFERENTIATED,
+        "the plain formula, as there is no kernel for such axes; keeps x and one or two numbers per row",
     ),
     Rule(
         ("layer_norm", "rms_norm"),

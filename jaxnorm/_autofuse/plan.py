@@ -8,7 +8,7 @@ operation returns that too.
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -235,24 +235,26 @@ def layout_of(value: Value) -> tuple[int, ...]:
 
 
 def _check_axes(match: Match, rank: int) -> None:
-    """That there is a kernel for such axes of an array with `rank` dimensions."""
+    """Of the operations that are one function of x, the one with a kernel for such axes is taken."""
     axes: tuple[int, ...] = match.axes or ()
-    if match.operation in ("layer_norm", "rms_norm") and axes != tuple(
-        range(rank - len(axes), rank)
-    ):
-        reason = (
-            f"statistics are over dimensions {axes} of {rank}: only trailing ones have a kernel"
-        )
-        raise Mismatch(reason, _CHECKED)
+    last = axes == tuple(range(rank - len(axes), rank))
+    has_parameters = bool({"scale", "bias"} & match.operands.keys())
+    if match.operation == "layer_norm" and not last and not has_parameters:
+        if _neighbours([d for d in range(rank) if d not in axes]):
+            raise Mismatch("batch_norm would take it, if nothing else used its intermediates", 0)
     if not match.operation.startswith("batch_norm"):
         return
-    if axes != tuple(range(min(axes), min(axes) + len(axes))):
+    if not _neighbours(axes):
         raise Mismatch(
             f"features are dimensions {axes}: only neighbouring ones have a kernel", _CHECKED
         )
     first = axes == tuple(range(len(axes)))
-    if match.operation == "batch_norm" and first and not {"scale", "bias"} & match.operands.keys():
+    if match.operation == "batch_norm" and first and not has_parameters:
         raise Mismatch("layer_norm would take it, if nothing else used its statistics", _CHECKED)
+
+
+def _neighbours(dims: Sequence[int]) -> bool:
+    return list(dims) == list(range(dims[0], dims[0] + len(dims)))
 
 
 def _named(program: Program, node: Node, level: Level, layout) -> tuple[Value, Any] | None:

@@ -32,6 +32,7 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
@@ -430,6 +431,16 @@ def run_equation(eqn, operands, params) -> list:
     with context, eqn.ctx.manager:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def with_forward(thunk, change: Callable):
+    """The forward rule of a custom_vjp call, with its jaxpr changed once that is known."""
+
+    def forward(*nonzeros):
+        jaxpr, consts = thunk.call_wrapped(*nonzeros)
+        return open_jaxpr(change(ClosedJaxpr(jaxpr, consts)))
+
+    return linear_util.wrap_init(forward, debug_info=thunk.debug_info)
 
 
 def source_line(eqn) -> str:

@@ -674,6 +674,33 @@ def test_derivative_of_custom_vjp_is_its_own():
     np.testing.assert_array_equal(got, X)
 
 
+def test_forward_rule_of_custom_vjp():
+    """What runs when it is differentiated: rewritten as the body is, around what the rule keeps."""
+
+    def function(x, scale):
+        @jax.custom_vjp
+        def inner(x, scale):
+            return layer_norm(x, scale) + B
+
+        def forward(x, scale):
+            keep = jnp.tanh(x)
+            return layer_norm(x, scale) + B, (keep, scale)
+
+        def backward(kept, g):
+            keep, scale = kept
+            return g * keep, jnp.zeros_like(scale)
+
+        inner.defvjp(forward, backward)
+        return inner(x, scale)
+
+    assert_same(function, X, S)
+    assert_same(jax.vmap(function, (1, None), 1), X, S)
+    assert_same(jax.checkpoint(function), X, S)
+    for argnums in (0, 1, (0, 1)):
+        gradient = jax.value_and_grad(lambda *a: jaxnorm.autofuse(function)(*a).sum(), argnums)
+        assert primitives(gradient, X, S) == {"jaxnorm_norm_fwd"}
+
+
 def test_transformations():
     def function(x, scale):
         return jax.nn.softmax(layer_norm(x, scale))

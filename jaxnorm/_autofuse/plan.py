@@ -175,7 +175,17 @@ def _depth(level: Level) -> int:
 def _describe(equation: Equation) -> str:
     aval = equation.outputs[0].aval
     shape = ",".join(map(str, aval.shape))
-    return f"{equation.eqn.primitive.name} -> {aval.dtype}[{shape}] at {source_line(equation.eqn)}"
+    return f"{equation.eqn.primitive.name} -> {aval.dtype}[{shape}] at {line_of(equation.eqn, equation.level)}"
+
+
+def line_of(eqn, level: Level | None) -> str:
+    """The user's line: of the call, where the equation is inside of a jit that JAX itself wrote."""
+    while eqn is not None and level is not None:
+        line = source_line(eqn)
+        if line:
+            return line
+        eqn, level = level.eqn, level.parent
+    return "?"
 
 
 def _call_in(level: Level, equation: Equation | None) -> Level | None:

@@ -10,9 +10,9 @@ from jax.extend.core import Literal
 
 import jaxnorm
 from jaxnorm._autofuse.match import Match
-from jaxnorm._autofuse.plan import Replacement, original_function
+from jaxnorm._autofuse.plan import Replacement, line_of, original_function
 from jaxnorm._autofuse.rewrite import Rewritten, operation_function
-from jaxnorm._primitive import open_jaxpr, source_line, varying_axes
+from jaxnorm._primitive import open_jaxpr, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _candidates(rewritten: Rewritten, place: tuple[str, ...]) -> Iterator[Candid
         index = replacement.region[-1].index
         found.append((index, _replaced(replacement, place), ""))
     for left, equation in plan.left:
-        line = source_line(equation.eqn) if equation else "?"
+        line = line_of(equation.eqn, equation.level) if equation else "?"
         candidate = Candidate(left.operation, None, "no", None, left.reason, 0, 0, place, line)
         found.append((equation.index if equation else 0, candidate, ""))
     for equation, body in rewritten.bodies:
@@ -133,7 +133,7 @@ def _replaced(replacement: Replacement, place) -> Candidate:
         after,
         before,
         place,
-        source_line(defined),
+        line_of(defined, replacement.level),
     )
 
 

@@ -25,7 +25,7 @@ from jax._src import (
     dispatch,  # private: see the last line of `define_primitive`
     source_info_util,  # private: see `run_equation`
 )
-from jax.core import ShapedArray
+from jax.core import ShapedArray, eval_jaxpr
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
@@ -438,7 +438,12 @@ def with_forward(thunk, change: Callable):
 
     def forward(*nonzeros):
         jaxpr, consts = thunk.call_wrapped(*nonzeros)
-        return open_jaxpr(change(ClosedJaxpr(jaxpr, consts)))
+        # From JAX 0.12 on the jaxpr may have its consts, or take them as its first arguments.
+        variables = [*jaxpr.constvars, *jaxpr.invars][len(consts) :]
+        closed = jax.make_jaxpr(functools.partial(eval_jaxpr, jaxpr, consts))(
+            *(v.aval for v in variables)
+        )
+        return open_jaxpr(change(closed))
 
     return linear_util.wrap_init(forward, debug_info=thunk.debug_info)
 

@@ -25,13 +25,14 @@ from jax._src import (
     dispatch,  # private: see the last line of `define_primitive`
     source_info_util,  # private: see `run_equation`
 )
-from jax.core import ShapedArray
+from jax.core import ShapedArray, eval_jaxpr
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
     custom_partitioning,
 )
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
@@ -430,6 +431,21 @@ def run_equation(eqn, operands, params) -> list:
     with context, eqn.ctx.manager:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def with_forward(thunk, change: Callable):
+    """The forward rule of a custom_vjp call, with its jaxpr changed once that is known."""
+
+    def forward(*nonzeros):
+        jaxpr, consts = thunk.call_wrapped(*nonzeros)
+        # From JAX 0.12 on the jaxpr may have its consts, or take them as its first arguments.
+        variables = [*jaxpr.constvars, *jaxpr.invars][len(consts) :]
+        closed = jax.make_jaxpr(functools.partial(eval_jaxpr, jaxpr, consts))(
+            *(v.aval for v in variables)
+        )
+        return open_jaxpr(change(closed))
+
+    return linear_util.wrap_init(forward, debug_info=thunk.debug_info)
 
 
 def source_line(eqn) -> str:

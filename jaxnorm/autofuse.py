@@ -14,7 +14,7 @@ from jaxnorm._primitive import without_dead_code
 
 
 class Autofused:
-    """A function with its softmax, norm and ReLU code replaced; made by `autofuse`."""
+    """A function with its softmax, norm, ReLU and loss code replaced; made by `autofuse`."""
 
     def __init__(self, fn: Callable):
         self._fn = fn
@@ -31,11 +31,11 @@ class Autofused:
 
 
 def autofuse(fn: Callable) -> Autofused:
-    """Replaces softmax, normalisation and ReLU code in a function by jaxnorm's operations.
+    """Replaces softmax, normalisation, ReLU and cross-entropy code in a function by jaxnorm's operations.
 
     Each call traces `fn`, looks in its jaxpr for code that is one of the operations, and runs the program with that
-    code replaced. It looks at what is computed, not at names: Flax's, Haiku's and Equinox's layers, `jax.nn` and
-    formulas written out are the same to it. It replaces only what is the same function, derivatives and dtypes
+    code replaced. It looks at what is computed, not at names: Flax's, Haiku's and Equinox's layers, `jax.nn`, optax's
+    loss and formulas written out are the same to it. It replaces only what is the same function, derivatives and dtypes
     included, and leaves alone where something else uses an intermediate result, and where XLA is as fast on its own.
 
     Looks into `jit`, `scan`, `while_loop`, `cond`, `checkpoint`, custom derivatives and `shard_map`. The result may be

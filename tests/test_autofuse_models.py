@@ -293,6 +293,22 @@ def test_optax_losses():
     assert names(function, X) == ["log_softmax"]
 
 
+def test_optax_loss_of_a_model():
+    """All of a loss function at once, as it is differentiated."""
+    model, x = MixerBlock(), X.astype(jnp.bfloat16)
+    variables = shaken(model.init(jax.random.key(1), x))
+    labels = jnp.argmax(rand((3, 8, 16), seed=6), -1)
+
+    def loss(variables):
+        logits = model.apply(variables, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    assert_same(loss, variables)
+    assert names(loss, variables) == [*["layer_norm", "relu"] * 2, "softmax_cross_entropy"]
+    cross_entropy = {"jaxnorm_cross_entropy_fwd", "jaxnorm_cross_entropy_bwd"}
+    assert of_gradient(loss, variables) == NORM | RELU | cross_entropy
+
+
 def test_training_step():
     """One line: the model is autofused, everything around it is as before."""
     model = ResNetBlock(8)

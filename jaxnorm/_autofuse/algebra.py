@@ -136,13 +136,13 @@ def _expand(ref: Ref, x: int | None, depth: int) -> list[Term]:
         case "add" | "sub":
             sign = Term(1.0 if node.op == "add" else -1.0, ())
             first, second = (expand(inner.arg(i), x, depth) for i in (0, 1))
-            terms = _collect(first + [t.times(sign) for t in second])
+            terms = collect(first + [t.times(sign) for t in second])
         case "neg":
             terms = [t.times(Term(-1.0, ())) for t in expand(inner.arg(0), x, depth)]
         case "mul":
             first, second = (_factor(inner.arg(i), x, depth) for i in (0, 1))
             if len(first) * len(second) <= _MAX_TERMS:
-                terms = _collect([a.times(b) for a in first for b in second])
+                terms = collect([a.times(b) for a in first for b in second])
         case "div":
             inverse = _power(inner.arg(1), Fraction(-1), x, depth)
             terms = [t.times(inverse) for t in _factor(inner.arg(0), x, depth)]
@@ -169,7 +169,7 @@ def _power(base: Ref, exponent: Fraction, x: int | None, depth: int) -> Term:
     return Term(1.0, ((base.unwidened(), exponent),))
 
 
-def _collect(terms: list[Term]) -> list[Term]:
+def collect(terms: list[Term]) -> list[Term]:
     sums: dict = {}
     for t in terms:
         before = sums.get(t.meaning)

@@ -87,12 +87,15 @@ class Match:
     Attributes:
       operation: name of jaxnorm's function.
       output: the value.
-      x: its first operand, in the dimensions of the output's node.
+      x: its first operand, in the dimensions of the output's node; None for those that this does not have.
       operands: all of them by argument name, in the dimensions of x.
       axes: dimensions of x that `axis` names; None for elementwise operations.
       options: arguments that are not arrays.
       core: the node that every spelling of the operation has; candidates with one core are alternatives.
       by_products: node -> (name, the dimensions of x that the node's are) of another result of the operation.
+      function: makes the call: of operands, axis and options, and of the result's dtype; its result has the dimensions
+        of x. None for jaxnorm's function itself.
+      shown: what that does around the call, for the report.
     """
 
     operation: str
@@ -103,6 +106,8 @@ class Match:
     options: dict[str, Any]
     core: Node
     by_products: Callable[[Node], tuple[str, tuple] | None] = lambda node: None
+    function: Callable | None = None
+    shown: str = "{}"
 
     def __post_init__(self):
         self.options = {name: _short(value) for name, value in self.options.items()}

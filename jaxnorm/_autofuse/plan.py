@@ -8,7 +8,7 @@ operation returns that too.
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -17,9 +17,9 @@ from jaxnorm import _check
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.algebra import Mismatch
 from jaxnorm._autofuse.match import Left, Match
-from jaxnorm._autofuse.patterns import norm, relu, softmax
+from jaxnorm._autofuse.patterns import cross_entropy, norm, relu, softmax
 from jaxnorm._autofuse.program import Equation, Level, Program, Value
-from jaxnorm._autofuse.values import Node, at_least, is_float, unconverted, unwidened
+from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconverted, unwidened
 from jaxnorm._primitive import run_equation, source_line, varying_axes
 
 # What was checked and failed says more than what did not look right.
@@ -103,6 +103,7 @@ class Plan:
             if equation in self.program.calls:
                 yield equation, relu.find(output, self.program.calls[equation])
             else:
+                yield equation, cross_entropy.find(output)
                 yield equation, norm.find(output)
                 yield equation, softmax.find(output)
                 if not self.program.has_own_derivative(equation.level):
@@ -142,7 +143,7 @@ class Plan:
 
     def _results(self, match: Match, region, level: Level):
         """What the operation defines: its output, and by-products that others use."""
-        inverse = tuple(sorted(range(len(match.x.dims)), key=lambda i: match.x.dims[i]))
+        inverse = tuple(match.x.dims.index(d) for d in identity(match.output.view.node))
         results = [(match.output, "output", inverse)]
         inside = set(region)
         call = _call_in(level, match.output.equation)
@@ -153,9 +154,12 @@ class Plan:
         for equation in region:
             for value in equation.outputs:
                 used = value.is_output or any(u not in inside for u in value.uses)
-                if value is match.output or not used or value.view.node.constant is not None:
+                node = value.view.node
+                if value is match.output or not used or node.constant is not None:
                     continue
-                product = match.by_products(value.view.node)
+                if node.op == "iota":  # made of nothing: stays where it has other uses
+                    continue
+                product = match.by_products(node)
                 if product is None or level not in value.defined:
                     raise Mismatch(
                         f"an intermediate is used elsewhere: {_describe(equation)}", _CHECKED
@@ -171,7 +175,17 @@ def _depth(level: Level) -> int:
 def _describe(equation: Equation) -> str:
     aval = equation.outputs[0].aval
     shape = ",".join(map(str, aval.shape))
-    return f"{equation.eqn.primitive.name} -> {aval.dtype}[{shape}] at {source_line(equation.eqn)}"
+    return f"{equation.eqn.primitive.name} -> {aval.dtype}[{shape}] at {line_of(equation.eqn, equation.level)}"
+
+
+def line_of(eqn, level: Level | None) -> str:
+    """The user's line: of the call, where the equation is inside of a jit that JAX itself wrote."""
+    while eqn is not None and level is not None:
+        line = source_line(eqn)
+        if line:
+            return line
+        eqn, level = level.eqn, level.parent
+    return "?"
 
 
 def _call_in(level: Level, equation: Equation | None) -> Level | None:
@@ -231,24 +245,26 @@ def layout_of(value: Value) -> tuple[int, ...]:
 
 
 def _check_axes(match: Match, rank: int) -> None:
-    """That there is a kernel for such axes of an array with `rank` dimensions."""
+    """Of the operations that are one function of x, the one with a kernel for such axes is taken."""
     axes: tuple[int, ...] = match.axes or ()
-    if match.operation in ("layer_norm", "rms_norm") and axes != tuple(
-        range(rank - len(axes), rank)
-    ):
-        reason = (
-            f"statistics are over dimensions {axes} of {rank}: only trailing ones have a kernel"
-        )
-        raise Mismatch(reason, _CHECKED)
+    last = axes == tuple(range(rank - len(axes), rank))
+    has_parameters = bool({"scale", "bias"} & match.operands.keys())
+    if match.operation == "layer_norm" and not last and not has_parameters:
+        if _neighbours([d for d in range(rank) if d not in axes]):
+            raise Mismatch("batch_norm would take it, if nothing else used its intermediates", 0)
     if not match.operation.startswith("batch_norm"):
         return
-    if axes != tuple(range(min(axes), min(axes) + len(axes))):
+    if not _neighbours(axes):
         raise Mismatch(
             f"features are dimensions {axes}: only neighbouring ones have a kernel", _CHECKED
         )
     first = axes == tuple(range(len(axes)))
-    if match.operation == "batch_norm" and first and not {"scale", "bias"} & match.operands.keys():
+    if match.operation == "batch_norm" and first and not has_parameters:
         raise Mismatch("layer_norm would take it, if nothing else used its statistics", _CHECKED)
+
+
+def _neighbours(dims: Sequence[int]) -> bool:
+    return list(dims) == list(range(dims[0], dims[0] + len(dims)))
 
 
 def _named(program: Program, node: Node, level: Level, layout) -> tuple[Value, Any] | None:

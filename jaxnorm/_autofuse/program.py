@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.lax import GatherScatterMode
 
 from jaxnorm._autofuse.values import (
     ELEMENTWISE,
@@ -22,6 +23,7 @@ from jaxnorm._autofuse.values import (
     Values,
     View,
     is_float,
+    is_one,
     unwidened,
 )
 from jaxnorm._primitive import open_jaxpr
@@ -104,6 +106,7 @@ class Program:
         self.calls: dict[Equation, Level] = {}
         self._make = Values()
         self._opaque: dict[tuple, View] = {}
+        self._stacked: dict[Node, list[View]] = {}
         self._by_node: dict[Node, list[Value]] | None = None
         jaxpr, consts = open_jaxpr(closed)
         inputs = [self._from_outside(v.aval) for v in jaxpr.invars]
@@ -233,6 +236,12 @@ class Program:
                 return make.apply("convert", views, shape, dtype)
             case "copy" | "copy_p" | "pvary":
                 return views[0]
+            case "iota":
+                return make.iota(shape, params["dimension"], dtype)
+            case "concatenate" if not is_float(dtype):
+                return self._stack(views, params["dimension"], shape, dtype)
+            case "gather":
+                return self._gather(views, params, shape)
             case "square" | "integer_pow":
                 exponent = Fraction(params.get("y", 2))
                 return make.apply("power", views, shape, dtype, (("exponent", exponent),))
@@ -246,3 +255,60 @@ class Program:
         if name in ELEMENTWISE:
             return make.apply(name, views, shape, dtype)
         return None
+
+    def _stack(self, views, dimension, shape, dtype) -> View | None:
+        """Indices into several dimensions, which a gather takes as one array."""
+        last = len(shape) - 1
+        if dimension != last or any(not is_one(v.shape[last]) for v in views):
+            return None
+        view = self._make.unknown(shape, dtype)
+        self._stacked[view.node] = [View(v.node, v.dims[:-1], v.shape[:-1]) for v in views]
+        return view
+
+    def _gather(self, views, params, shape) -> View | None:
+        """One element per row, such as take_along_axis takes; None for every other gather."""
+        operand, index = views
+        numbers, mode, fill = params["dimension_numbers"], params["mode"], params["fill_value"]
+        if mode == GatherScatterMode.FILL_OR_DROP and not (fill is None or np.isnan(fill)):
+            return None
+        whole = [View(index.node, index.dims[:-1], index.shape[:-1])]
+        axes = [int(d) for d in numbers.start_index_map]
+        indices = whole if len(axes) == 1 else self._stacked.get(index.node, [])
+        if len(indices) != len(axes):
+            return None
+        windows = [int(d) for d in numbers.offset_dims]
+        index_out = [i for i in range(len(shape)) if i not in windows]
+        out: list[int | None] = [None] * len(operand.shape)
+        paired = zip(
+            numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+        )
+        for d, i in paired:
+            out[d] = index_out[i]
+        rest = [
+            d
+            for d in range(len(out))
+            if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        ]
+        for d, place in zip(rest, windows, strict=True):
+            out[d] = place
+        picked = []
+        for d, i in zip(axes, indices, strict=True):
+            counts = i.node.op == "iota" and i.node.shape == (operand.shape[d],)
+            if counts and d not in rest:  # each row its own element
+                out[d] = index_out[i.dims.index(0)]
+                continue
+            out[d] = None
+            if not (is_one(operand.shape[d]) and i.node.constant == 0):
+                picked.append((d, i))
+        sizes = params["slice_sizes"]
+        if any(sizes[d] != (1 if d in axes else operand.shape[d]) for d in rest):
+            return None
+        if any(p not in out and not is_one(shape[p]) for p in index_out):
+            return None
+        if not picked:
+            dims = [None if p not in out else operand.dims[out.index(p)] for p in range(len(shape))]
+            return View(operand.node, tuple(dims), tuple(shape))
+        if len(picked) != 1:
+            return None
+        ((axis, index),) = picked
+        return self._make.pick(operand, axis, out, index, index_out, shape, mode)

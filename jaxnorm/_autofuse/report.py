@@ -1,18 +1,18 @@
 """What `autofuse(fn).explain(...)` returns."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator
 
 import jax
 from jax.extend.core import Literal
 
-from jaxnorm._autofuse.plan import Replacement, original_function
+import jaxnorm
+from jaxnorm._autofuse.match import Match
+from jaxnorm._autofuse.plan import Replacement, line_of, original_function
 from jaxnorm._autofuse.rewrite import Rewritten, operation_function
-from jaxnorm._primitive import open_jaxpr, source_line, varying_axes
-
-# Of arguments in a call.
-_ORDER = ("x", "y", "mean", "var", "scale", "bias", "where", "residual", "mask")
+from jaxnorm._primitive import open_jaxpr, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,15 @@ class Candidate:
         place = "".join(f", in {p}" for p in self.place)
         if self.call is None:
             return f"{self.operation}{place} ({self.line})\n  left: {self.reason}"
+        if self.saved >= 0:
+            saves = f"saves {_bytes(self.saved)} of the {_bytes(self.kept_before)}"
+        else:
+            saves = f"adds {_bytes(-self.saved)} to the {_bytes(self.kept_before)}"
         return (
             f"{self.operation} of {self.operand}{place} ({self.line})\n"
             f"  becomes {self.call}\n"
-            f"  saves {_bytes(self.saved)} of the {_bytes(self.kept_before)} that its derivative keeps\n"
-            f"  {self.replaced}: {self.reason}"
+            f"  {saves} that its derivative keeps\n"
+            f"  used {self.replaced}; {self.reason}"
         )
 
 
@@ -93,7 +97,7 @@ def _candidates(rewritten: Rewritten, place: tuple[str, ...]) -> Iterator[Candid
         index = replacement.region[-1].index
         found.append((index, _replaced(replacement, place), ""))
     for left, equation in plan.left:
-        line = source_line(equation.eqn) if equation else "?"
+        line = line_of(equation.eqn, equation.level) if equation else "?"
         candidate = Candidate(left.operation, None, "no", None, left.reason, 0, 0, place, line)
         found.append((equation.index if equation else 0, candidate, ""))
     for equation, body in rewritten.bodies:
@@ -111,10 +115,7 @@ def _replaced(replacement: Replacement, place) -> Candidate:
         _kept(f(replacement), replacement) for f in (original_function, operation_function)
     )
     x, _ = replacement.sources[match.x.node]
-    arguments = [
-        n if n in ("x", "scale", "bias") else f"{n}={n}"
-        for n in sorted(match.operands, key=_ORDER.index)
-    ]
+    arguments = _arguments(match)
     if match.axes is not None:
         # As dimensions of the program's array, counted from the end where that says more.
         dims = [i for i, d in enumerate(x.view.dims) if d is not None]
@@ -127,13 +128,27 @@ def _replaced(replacement: Replacement, place) -> Candidate:
         match.operation,
         f"{x.aval.dtype}[{','.join(map(str, x.aval.shape))}]",
         rule.verdict,
-        f"jaxnorm.{match.operation}({', '.join(arguments)})",
+        match.shown.format(f"jaxnorm.{match.operation}({', '.join(arguments)})"),
         rule.why,
         after,
         before,
         place,
-        source_line(defined),
+        line_of(defined, replacement.level),
     )
+
+
+def _arguments(match: Match) -> list[str]:
+    """Operands as they are written in a call: by position as far as none is left out."""
+    parameters = inspect.signature(getattr(jaxnorm, match.operation)).parameters
+    first, *others = parameters
+    names, positional = [first], True
+    for name in others:
+        positional &= (
+            name in match.operands and parameters[name].kind != inspect.Parameter.KEYWORD_ONLY
+        )
+        if name in match.operands:
+            names.append(name if positional else f"{name}={name}")
+    return names
 
 
 def _kept(function, replacement: Replacement) -> int:
@@ -155,6 +170,6 @@ def _kept(function, replacement: Replacement) -> int:
 
 def _bytes(n: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(n) >= size:
+        if n >= size:
             return f"{n / size:.3g} {unit}"
     return f"{n} bytes"

@@ -14,7 +14,7 @@ from jaxnorm._autofuse.match import Match
 from jaxnorm._autofuse.plan import Plan, Replacement, layout_of, original_function, schedule
 from jaxnorm._autofuse.program import CALLS, Equation, Level, Value
 from jaxnorm._autofuse.values import View
-from jaxnorm._primitive import open_jaxpr, run_equation, vary_as, without_dead_code
+from jaxnorm._primitive import open_jaxpr, run_equation, vary_as, with_forward, without_dead_code
 
 # Equations with programs inside: which parameters hold them.
 _BODIES = {
@@ -108,6 +108,8 @@ class Rewritten:
                 for i, body in enumerate(value if isinstance(value, tuple) else (value,))
             ]
             params[name] = tuple(bodies) if isinstance(value, tuple) else bodies[0]
+        if eqn.primitive.name == "custom_vjp_call":  # differentiated, it runs this and not its body
+            params["fwd_jaxpr_thunk"] = with_forward(params["fwd_jaxpr_thunk"], rewrite)
         return run_equation(eqn, operands, params)
 
 
@@ -193,11 +195,14 @@ def operation_function(replacement: Replacement) -> Callable:
 
 def _call(match: Match, arrays: dict, dtype) -> dict:
     """Results of the operation by name, in the dimensions of x."""
+    axis = {} if match.axes is None else {"axis": match.axes}
+    if match.function is not None:
+        x = arrays.pop("x")
+        return {"output": match.function(x, **arrays, **axis, **match.options, dtype=dtype)}
     for name in ("x", "y", "residual", *(("bias",) if "softmax" in match.operation else ())):
         if name in arrays:
             arrays[name] = arrays[name].astype(dtype)
     function = getattr(jaxnorm, match.operation)
-    axis = {} if match.axes is None else {"axis": match.axes}
     results = function(arrays.pop("x"), **arrays, **axis, **match.options)
     if match.operation == "batch_norm":
         others = [d for d in range(len(match.x.dims)) if d not in (match.axes or ())]

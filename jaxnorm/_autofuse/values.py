@@ -27,7 +27,8 @@ class Node:
     """One expression; made by `Values`, which makes equal ones once.
 
     Attributes:
-      op: name of a jax.lax primitive, "constant", or "unknown" for what is not looked into.
+      op: name of a jax.lax primitive, "constant", "pick" for one element per row, or "unknown" for what is not looked
+        into.
       args: operands, each with a mapping from this node's dimensions to its own.
       params: what else the value depends on.
       shape: without dimensions of size 1.
@@ -127,7 +128,7 @@ ELEMENTWISE = frozenset(
     "add sub mul div max min neg abs sign exp log tanh logistic sqrt rsqrt power gt ge lt le eq ne not and or xor rem "
     "is_finite stop_gradient select_n convert floor ceil erf sin cos".split()
 )
-REDUCTIONS = frozenset(("reduce_sum", "reduce_max"))
+REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_or"))
 
 
 class Values:
@@ -145,13 +146,22 @@ class Values:
 
     def unknown(self, shape, dtype) -> View:
         """A value of which nothing is known but that it is itself."""
-        kept = [i for i, n in enumerate(shape) if not _is_one(n)]
+        kept = [i for i, n in enumerate(shape) if not is_one(n)]
         dims: list[int | None] = [None] * len(shape)
         for position, i in enumerate(kept):
             dims[i] = position
         key = self._keys.setdefault(("unknown", len(self._keys)), len(self._keys))
         node = Node("unknown", (), (), tuple(shape[i] for i in kept), dtype, key)
         return View(node, tuple(dims), tuple(shape))
+
+    def iota(self, shape, dimension, dtype) -> View:
+        """Numbers from 0 along a dimension."""
+        size = shape[dimension]
+        if is_one(size):
+            return self.constant(0.0, dtype, shape)
+        dims = tuple(0 if i == dimension else None for i in range(len(shape)))
+        node = self._node("iota", (), (), (size,), np.dtype(dtype), ("iota", size))
+        return View(node, dims, tuple(shape))
 
     def _node(self, op, args, params, shape, dtype, meaning):
         identity_ = (op, tuple((id(a.node), a.dims) for a in args), params, shape, dtype)
@@ -181,8 +191,8 @@ class Values:
 
     def reshape(self, view: View, shape) -> View | None:
         """None where sizes other than 1 change."""
-        old = [i for i, n in enumerate(view.shape) if not _is_one(n)]
-        new = [i for i, n in enumerate(shape) if not _is_one(n)]
+        old = [i for i, n in enumerate(view.shape) if not is_one(n)]
+        new = [i for i, n in enumerate(shape) if not is_one(n)]
         if [view.shape[i] for i in old] != [shape[i] for i in new]:
             return None
         dims: list[int | None] = [None] * len(shape)
@@ -225,6 +235,8 @@ class Values:
         if op == "not" and views[0].node.op == "not":
             inner = views[0].node.args[0]
             return View(inner.node, compose(inner.dims, views[0].dims), shape)
+        if op == "lt" and views[0].node.op == "iota" and constants[1] == 0:
+            return self.constant(0.0, np.bool_, shape)
         if op == "convert":
             return self._simplify_convert(views[0], constants[0], shape, dtype)
         if (
@@ -289,6 +301,38 @@ class Values:
             return self.apply("mul", [result, self.constant(float(copies), dtype)], shape, dtype)
         return result
 
+    def pick(self, view: View, axis: int, out, index: View, index_out, shape, mode) -> View | None:
+        """The elements at `index` along `axis`, one per row; None where rows are broadcast.
 
-def _is_one(size) -> bool:
+        Args:
+          view: what is picked from.
+          axis: dimension of it along which that is.
+          out: for each dimension of it, the result's; None for the axis, and for what the result does not have.
+          index: which element.
+          index_out: as `out`.
+          shape: of the result.
+          mode: of the gather, for indices that are outside.
+        """
+        along = view.dims[axis]
+        rows = {place: i for i, place in enumerate(out) if place is not None}
+        if along is None or any(
+            view.dims[i] is None and not is_one(view.shape[i]) for i in rows.values()
+        ):
+            return None
+        left = [d for d in identity(view.node) if d != along]
+        places = [out[view.dims.index(d)] for d in left]
+        of_index = dict(zip(index_out, index.dims, strict=True))
+        args = (
+            Arg(view.node, identity(view.node)),
+            Arg(index.node, tuple(of_index.get(p) for p in places)),
+        )
+        params = (("axis", along), ("mode", mode))
+        meaning = ("pick", view.node.key, index.node.key, args[1].dims, params)
+        node_shape = tuple(view.node.shape[d] for d in left)
+        node = self._node("pick", args, params, node_shape, view.node.dtype, meaning)
+        dims = tuple(places.index(p) if p in places else None for p in range(len(shape)))
+        return View(node, dims, tuple(shape))
+
+
+def is_one(size) -> bool:
     return isinstance(size, (int, np.integer)) and size == 1

@@ -74,6 +74,41 @@ __device__ __forceinline__ Vec<U, kVec> LoadColumns(const U* row, int first, int
   return values;
 }
 
+// A row of parameters is copied once for each way in which rows of odd length lie on the grid of 16-byte slots. With the
+// copy that lies as they do, the parameters of a slot are whole vectors: shifting them into place for each slot took up to
+// a fifth of the time.
+struct ShiftedCopies {
+  static constexpr int kMargin = 8;  // elements before the first column and after the last one, of slots that have some
+
+  static __host__ __device__ __forceinline__ int64_t Pitch(int64_t cols, int copies) {
+    return (2 * kMargin + cols + copies + kMargin - 1) / kMargin * kMargin;
+  }
+  // Elements from the first copy to column 0 of that for rows which begin `skew` elements after a slot.
+  static __device__ __forceinline__ int64_t Column0(int skew, int64_t cols, int copies) {
+    const int copy = skew & (copies - 1);
+    return copy * Pitch(cols, copies) + kMargin + copy;
+  }
+};
+
+inline constexpr int kShiftThreads = 256;
+template <typename U>
+__global__ void __launch_bounds__(kShiftThreads)
+    ShiftParametersKernel(const U* scale, const U* bias, U* copies, int cols) {
+  constexpr int kCopies = kVecSize<U>;
+  const int64_t pitch = ShiftedCopies::Pitch(cols, kCopies), i = int64_t{blockIdx.x} * kShiftThreads + threadIdx.x;
+  if (i >= pitch) return;
+  const U* const from[] = {scale, bias};
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    if (from[k] == nullptr) continue;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      const int64_t column = i - ShiftedCopies::kMargin - copy;
+      copies[(k * kCopies + copy) * pitch + i] = column >= 0 && column < cols ? from[k][column] : U();
+    }
+  }
+}
+
 // Scale or bias of a call on arrays of T: one row of T (narrow) or of the arithmetic's dtype for each group, or for
 // all of them.
 template <typename T>

@@ -43,7 +43,16 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
         }
         return LaunchRow(*device, stream, plain, slots, name);
       }
-      if (full) return LaunchRow(*device, stream, ragged, slots, name);
+      if (full) {
+        NormFwd<T, Mode::kRagged, /*kShifted=*/true> bundled(args);
+        BlockPlan plan;
+        const int rows = PlanBundles(*device, bundled, slots, plan);
+        auto status = ffi::Error::Success();
+        if (rows > 0 && bundled.ShiftParameters(*device, stream, scratch, name, &status)) {
+          return status.failure() ? status : LaunchBundles(*device, stream, bundled, rows, plan, name);
+        }
+        return LaunchRow(*device, stream, ragged, slots, name);
+      }
     }
     if (split) return LaunchSplit(*device, stream, general, slots, scratch, name);
     return LaunchRow(*device, stream, general, slots, name);

@@ -91,8 +91,9 @@ struct Moments {
   }
 };
 
-// s = x, or x + residual rounded to T; y = (s - mean) * rstd * (scale + scale_offset) + bias.
-template <typename T_, Mode kMode_>
+// s = x, or x + residual rounded to T; y = (s - mean) * rstd * (scale + scale_offset) + bias. kShifted: parameters are
+// ShiftedCopies, for bundles of rows of odd length.
+template <typename T_, Mode kMode_, bool kShifted = false>
 struct NormFwd {
   using T = T_;
   using Acc = AccT<T>;
@@ -104,7 +105,7 @@ struct NormFwd {
   static constexpr int kColumnInputs = 1;  // x
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
-  static constexpr bool kBundles = !kGeneral;
+  static constexpr bool kBundles = kMode == Mode::kPlain || kShifted;
   static constexpr int kPairSlots = 512;
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 
@@ -138,6 +139,25 @@ struct NormFwd {
         center(args.center),
         narrow(NarrowParameters(args)) {}
 
+  // Copies the parameters to `scratch`; false if it has no room for them.
+  bool ShiftParameters(const DeviceInfo& device, cudaStream_t stream, ffi::AnyBuffer scratch, const char* name,
+                       ffi::Error* status) {
+    static_assert(kShifted);
+    if (scale.data == nullptr && bias.data == nullptr) return true;
+    const auto shift = [&]<typename U>(std::type_identity<U>) {
+      const int64_t pitch = ShiftedCopies::Pitch(cols, kVecSize<U>);
+      if (static_cast<int64_t>(scratch.size_bytes()) < 2 * kVecBytes * pitch) return false;
+      const auto from = [](const DeviceParameter<T>& parameter) { return static_cast<const U*>(parameter.data); };
+      U* const copies = static_cast<U*>(scratch.untyped_data());
+      const Grid grid = {.blocks = CeilDiv(pitch, kShiftThreads), .threads = kShiftThreads};
+      *status = Launch<ShiftParametersKernel<U>>(device, stream, grid, name, from(scale), from(bias), copies, cols);
+      if (scale.data != nullptr) scale.data = copies;
+      if (bias.data != nullptr) bias.data = copies + kVecSize<U> * pitch;
+      return true;
+    };
+    return narrow ? shift(std::type_identity<T>()) : shift(std::type_identity<Acc>());
+  }
+
   // Whether scale and bias are T, and that is not the arithmetic's dtype.
   static bool NarrowParameters(const NormFwdArgs& args) {
     return !std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype;
@@ -167,6 +187,10 @@ struct NormFwd {
     asm("" : "+l"(row));  // as in DeviceParameter
     const int64_t group = grouped ? index / rows_per_group : 0;
     Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(group), bias.Row(group)};
+    if constexpr (kShifted) {
+      r.scale = Shift(r.scale, r.grid.skew);
+      r.bias = Shift(r.bias, r.grid.skew);
+    }
     if constexpr (kGeneral) {
       r.x = OperandRow<T>(x, index);
       r.residual = OperandRow<T>(residual, index);
@@ -176,6 +200,13 @@ struct NormFwd {
       r.residual = OperandRow<T>::Full(residual, index * cols);
     }
     return r;
+  }
+
+  __device__ __forceinline__ const void* Shift(const void* copies, int skew) const {
+    if (copies == nullptr) return nullptr;
+    const int count = narrow ? kVecSize<T> : kVecSize<Acc>;
+    const int64_t bytes = ShiftedCopies::Column0(skew, cols, count) * (kVecBytes / count);
+    return static_cast<const char*>(copies) + bytes;
   }
 
   __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const {
@@ -415,7 +446,7 @@ struct NormFwd {
       factor[i] = 1;
       shift[i] = 0;
     }
-    constexpr bool kAligned = kMode == Mode::kPlain;
+    constexpr bool kAligned = kMode == Mode::kPlain || kShifted;
     if (scale_row != nullptr) DeviceParameter<T>::template Load<kAligned>(narrow, scale_row, first, cols, factor);
     if (bias_row != nullptr) DeviceParameter<T>::template Load<kAligned>(narrow, bias_row, first, cols, shift);
     if (scale_row != nullptr && scale_offset != 0) {  // last, so that no load waits for another

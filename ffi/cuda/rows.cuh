@@ -699,6 +699,21 @@ ffi::Error LaunchBundle(const DeviceInfo& device, cudaStream_t stream, const Op&
   return Launch<BundleKernel<Op, kRows>>(device, stream, grid, name, op, plan);
 }
 
+// How many rows bundles should have: 0 if that tier does not suit.
+template <typename Op>
+int PlanBundles(const DeviceInfo& device, const Op& op, int slots, BlockPlan& plan) {
+  if (!op.CanBundle()) return 0;
+  if (op.MaxBundleRows(slots) >= 4 && PlanBundle<Op, 4>(device, op, slots, plan)) return 4;
+  return PlanBundle<Op, 2>(device, op, slots, plan) ? 2 : 0;
+}
+
+template <typename Op>
+ffi::Error LaunchBundles(const DeviceInfo& device, cudaStream_t stream, const Op& op, int rows, const BlockPlan& plan,
+                         const char* name) {
+  return rows == 4 ? LaunchBundle<Op, 4>(device, stream, op, plan, name)
+                   : LaunchBundle<Op, 2>(device, stream, op, plan, name);
+}
+
 template <typename Op>
 ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
@@ -716,12 +731,8 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
   }
   if constexpr (Op::kBundles) {
     BlockPlan plan;
-    if (op.CanBundle() && op.MaxBundleRows(slots) >= 4 && PlanBundle<Op, 4>(device, op, slots, plan)) {
-      return LaunchBundle<Op, 4>(device, stream, op, plan, name);
-    }
-    if (op.CanBundle() && PlanBundle<Op, 2>(device, op, slots, plan)) {
-      return LaunchBundle<Op, 2>(device, stream, op, plan, name);
-    }
+    const int rows = PlanBundles(device, op, slots, plan);
+    if (rows > 0) return LaunchBundles(device, stream, op, rows, plan, name);
   }
   const int slot_bytes = kVecBytes * op.Inputs();
   const int64_t row_bytes = int64_t{slots} * slot_bytes;

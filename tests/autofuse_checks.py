@@ -1,5 +1,7 @@
 """What the tests of autofuse share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,11 +77,14 @@ def assert_same(function, *args, tolerance=2e-5, gradient_tolerance=None):
     leaves, structure = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
-    def loss(f, *floats):
+    def applied(f, *floats):
         full = list(leaves)
         for i, value in zip(places, floats, strict=True):
             full[i] = value
-        out = f(*jax.tree.unflatten(structure, full))
+        return f(*jax.tree.unflatten(structure, full))
+
+    def loss(f, *floats):
+        out = applied(f, *floats)
         outputs = [o for o in jax.tree.leaves(out) if _is_float(o)]
         # No weight is like another, so that no two outputs or positions can be exchanged unnoticed.
         weights = [
@@ -90,6 +95,8 @@ def assert_same(function, *args, tolerance=2e-5, gradient_tolerance=None):
 
     floats = [leaves[i] for i in places]
     if floats:
+        # What is used only where it is differentiated.
+        assert_close(jax.vjp(functools.partial(applied, fused), *floats)[0], expected, tolerance)
         numbers = tuple(range(1, 1 + len(floats)))
         gradients = [
             jax.jit(jax.grad(loss, argnums=numbers), static_argnums=0)(f, *floats)

@@ -38,6 +38,17 @@ def by_hand(x, labels):
     return jnp.log(jnp.exp(x - m).sum(-1)) + m.squeeze(-1) - taken(x, labels)
 
 
+def finite_maximum(x):
+    return jnp.where(jnp.isfinite(x[..., :1]), x.max(-1, keepdims=True), 0.0)
+
+
+def indexed(x, labels):
+    """Labels that are moved by another number than that of the classes, and an index that does not wrap."""
+    labels = jnp.where(labels < 0, labels + 3, labels)
+    picked = x.at[jnp.arange(6), labels].get(mode="fill", wrap_negative_indices=False)
+    return logsumexp(x, -1) - picked
+
+
 SPELLINGS = {
     "optax": (optax_loss, LAST),
     "optax, axis": (lambda x, n: optax_loss(jnp.swapaxes(x, 1, 2), n, axis=1), LAST),
@@ -53,6 +64,7 @@ SPELLINGS = {
     "log_softmax": (lambda x, n: -taken(log_softmax(x), n), LAST),
     "minus the mean": (lambda x, n: -taken(log_softmax(x), n).mean(), f"-{LAST}"),
     "clipped": (lambda x, n: -taken(log_softmax(x), 2 * n, mode="clip"), LAST),
+    "index that does not wrap": (lambda x, n: indexed(x[0], n[0]), LAST),
     "index": (lambda x, n: -log_softmax(x[0])[jnp.arange(6), n[0]], LAST),
     "two indices": (
         lambda x, n: log_softmax(x)[jnp.arange(4)[:, None], jnp.arange(6), n].sum(),
@@ -117,6 +129,16 @@ def test_dtypes(dtype):
         rounded_once = jaxnorm.softmax_cross_entropy(x, LABELS).astype(dtype)
         got, _ = jax.vjp(lambda x: jaxnorm.autofuse(optax_loss)(x, LABELS), x)
         np.testing.assert_array_equal(got, rounded_once)
+
+
+def test_float64_loss_of_float32_logits():
+    with jax.enable_x64(True):
+
+        def function(x, labels):
+            return optax_loss(x.astype(jnp.float64), labels)
+
+        assert_same(function, X, LABELS, tolerance=1e-12, gradient_tolerance=1e-6)
+        assert operations(function, X, LABELS) == [LAST]
 
 
 def test_upcast_of_logits_is_not_kept():
@@ -209,6 +231,13 @@ NEAR_MISSES = {
     "another axis": (
         lambda x, n: logsumexp(x[:, :, :6], 1) - taken(x[:, :, :6], n, 2),
         "labels take a logit along another axis, or of another row, than the sum's",
+    ),
+    "plus the logit": (lambda x, n: logsumexp(x, -1) + taken(x, n), None),
+    "maximum where something else is finite": (
+        lambda x, n: jnp.log(jnp.exp(x - (m := finite_maximum(x))).sum(-1))
+        + m.squeeze(-1)
+        - taken(x, n),
+        "what is subtracted from the exponents is not their maximum",
     ),
     "twice the logit": (lambda x, n: logsumexp(x, -1) - 2 * taken(x, n), None),
     "another fill value": (

@@ -564,18 +564,20 @@ def _fwd_local(spec, *, axes, **params):
     return partial(_fwd_reference, **params, axes=axes, mesh_axes=split) if split else None
 
 
+# Elements of a copy of parameters beside the columns, at most.
+_SHIFT_MARGIN = 32
+
+
 def _fwd_scratch(*avals, axes, **_):
     """Float32 elements: of rows that are split, or for four copies of scale and bias (ffi/cuda/norm.cuh)."""
     full = _full(*avals)
     columns = [full.shape[i] for i in axes]
     copies = 0
-    if all(isinstance(n, int) for n in columns) and math.prod(columns) % (16 // full.dtype.itemsize):
+    if all(isinstance(n, int) for n in columns) and math.prod(columns) % (
+        16 // full.dtype.itemsize
+    ):
         copies = 2 * 4 * (math.prod(columns) + _SHIFT_MARGIN)
     return max(split_scratch(full, axes), copies)
-
-
-# Elements of a copy beside the columns, at most.
-_SHIFT_MARGIN = 32
 
 
 norm_fwd_p = define_primitive(

@@ -18,6 +18,7 @@ struct SoftmaxBwd {
   static constexpr int kSlotsPerThread = 4;
   static constexpr int kUnroll = kGeneral ? 1 : 2;
   static constexpr bool kBundles = false;
+  static constexpr bool kColumnResults = true;
 
   // What every call reads comes first, in one line of the constant cache or two.
   int64_t rows;
@@ -193,7 +194,7 @@ struct SoftmaxBwd {
 
   template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
   __device__ __forceinline__ void ReduceColumns(Variant form, const Column& column, ForParts for_parts, ForAll,
-                                                BlockReduce, Vec<Partial, kN>& total) const {
+                                                BlockReduce, PerColumn<Partial, kN>& total) const {
 #pragma unroll
     for (int v = 0; v < kN; ++v) total.v[v].sum = 0;
     for_parts([&](int a, const Vec<T, kN>(&raw)[2]) {
@@ -204,7 +205,7 @@ struct SoftmaxBwd {
   }
 
   template <typename Variant>
-  __device__ __forceinline__ ColumnFinal FinishColumn(Variant form, const Partial& total) const {
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant form, int64_t, const Partial& total) const {
     return Finish(form, total);
   }
 

@@ -1,0 +1,259 @@
+// What cross-entropy forward and backward share: rows of logits, reduced to a maximum, a sum of exponentials, and what
+// `where` and smoothing need besides.
+#ifndef JAXNORM_CUDA_CROSS_ENTROPY_CUH_
+#define JAXNORM_CUDA_CROSS_ENTROPY_CUH_
+
+#include "cross_entropy_args.h"
+#include "softmax.cuh"
+
+namespace jaxnorm {
+
+// A MaxSum and further sums.
+template <typename T, int kMore>
+struct MaxSums {
+  using Acc = AccT<T>;
+  Acc max, sum;
+  Acc more[kMore];
+
+  static __device__ __forceinline__ MaxSums Identity() { return {-Acc(INFINITY), 0, {}}; }
+  static __device__ __forceinline__ MaxSums With(MaxSum<T> first, MaxSums rest) {
+    rest.max = first.max;
+    rest.sum = first.sum;
+    return rest;
+  }
+  __device__ __forceinline__ MaxSum<T> First() const { return {max, sum}; }
+  static __device__ __forceinline__ MaxSums Merge(MaxSums a, MaxSums b) {
+    return With(MaxSum<T>::Merge(a.First(), b.First()), AddSums(a, b));
+  }
+  // Of equal maxima.
+  static __device__ __forceinline__ MaxSums AddSums(MaxSums a, MaxSums b) {
+    a.sum += b.sum;
+#pragma unroll
+    for (int i = 0; i < kMore; ++i) a.more[i] += b.more[i];
+    return a;
+  }
+  static __device__ __forceinline__ MaxSums MergeLanes(MaxSums p, int width) {
+#pragma unroll
+    for (Acc& value : p.more) value = LaneReduce(value, width, [](Acc a, Acc b) { return a + b; });
+    return With(MaxSum<T>::MergeLanes(p.First(), width), p);
+  }
+};
+
+// The part of an Op (rows.cuh, strided.cuh) that reads logits. The forward adds up sum(x - centre) too, for smoothing if
+// there is any; the centre is some number near x, so that nothing is lost to a common offset.
+template <typename T_, Mode kMode_, bool kForward>
+struct CrossEntropyRows {
+  using T = T_;
+  using Acc = AccT<T>;
+  static constexpr Mode kMode = kMode_;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr int kVec = kVecSize<T>;
+  static constexpr int kInputs = 1;        // x
+  static constexpr int kColumnInputs = 1;  // x
+  static constexpr int kSlotsPerThread = 8;
+  static constexpr int kUnroll = 2;
+  static constexpr bool kBundles = false;
+  static constexpr bool kColumnResults = !kForward;
+  static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
+  // The sums of a Partial besides that of the exponentials: deviations, and classes that take part (kGeneral).
+  static constexpr int kCount = kForward ? 1 : 0;
+  static constexpr int kMore = kCount + (kGeneral ? 1 : 0);
+  using Partial = std::conditional_t<kMore == 0, MaxSum<T>, MaxSums<T, kMore>>;
+
+  int64_t rows;
+  int cols;
+  Acc smoothing, label_weight;  // of the target: what all classes share, and what is the label's
+  DeviceOperand<T> x;
+  DeviceOperand<int> labels;
+  DeviceOperand<bool> where;
+
+  explicit CrossEntropyRows(const CrossEntropyArgs& args)
+      : rows(args.shape.rows()),
+        cols(static_cast<int>(args.shape.axis)),
+        smoothing(static_cast<Acc>(args.smoothing)),
+        label_weight(static_cast<Acc>(1 - args.smoothing)),
+        x(args.x, rows),
+        labels(args.labels, rows),
+        where(args.where, rows) {}
+
+  __host__ __device__ __forceinline__ const DeviceOperand<T>& Input(int) const { return x; }
+  __host__ __device__ __forceinline__ bool Has(int) const { return true; }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ int Place(int) const { return 0; }
+  __host__ __device__ __forceinline__ int Inputs() const { return 1; }
+
+  static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(-Acc(INFINITY)); }
+
+  __device__ __forceinline__ bool IsClass(int label) const {
+    return static_cast<unsigned>(label) < static_cast<unsigned>(cols);
+  }
+
+  // How many classes take part.
+  __device__ __forceinline__ Acc Classes(const Partial& total) const {
+    if constexpr (kGeneral) return total.more[kCount];
+    return static_cast<Acc>(cols);
+  }
+
+  // ---- Rows (rows.cuh) ----
+
+  struct Slot {
+    Vec<T, kVec> x;   // after Decode, except
+    Acc v[kVec];      // kGeneral: z in units. After Reduce or Prepare: exp(z - reference)
+    unsigned masked;  // kGeneral: bit i: element i is masked, or outside the row
+    int first;        // the row's element that is element 0 here
+    Acc centre;       // kForward
+  };
+
+  template <bool kEdges, typename Row, typename Raw>
+  __device__ __forceinline__ void Decode(const Row& row, int slot, const Raw& raw, Slot& out) const {
+    out.first = row.grid.First(slot);
+    out.x = raw.in[0];
+    out.masked = 0;
+    if constexpr (kForward) out.centre = row.centre;
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * kUnit<T>;
+      if (HasWhere()) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (!raw.where.v[i]) {
+            out.v[i] = -Acc(INFINITY);
+            out.masked |= 1u << i;
+          }
+        }
+      }
+    }
+    if (kEdges && !row.grid.Whole(out.first)) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (out.first + i < 0 || out.first + i >= cols) {
+          out.x.v[i] = NeutralInput();
+          out.v[i] = -Acc(INFINITY);
+          out.masked |= 1u << i;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ Acc Shifted(const Slot& slot, int i, Acc reference) const {
+    if constexpr (kGeneral) return slot.v[i] - reference;
+    return fma(ToAcc(slot.x.v[i]), kUnit<T>, -reference);
+  }
+
+  // Sum of x - centre over the elements that take part. A neutral one cannot be told from a logit of -inf.
+  __device__ __forceinline__ Acc Deviation(const Slot& slot) const {
+    Acc sum = 0;
+    const bool whole = kGeneral ? slot.masked == 0 : slot.first >= 0 && slot.first + kVec <= cols;
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum += ToAcc(slot.x.v[i]) - slot.centre;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int c = slot.first + i;
+        const bool counts = kGeneral ? !(slot.masked >> i & 1) : c >= 0 && c < cols;
+        sum += counts ? ToAcc(slot.x.v[i]) - slot.centre : Acc(0);
+      }
+    }
+    return sum;
+  }
+
+  // The maximum over the lanes comes first, so that lanes then merge by adding.
+  template <typename Variant, int kN>
+  __device__ __forceinline__ Partial Reduce(Variant smooth, Slot (&slots)[kN], int width) const {
+    const auto add = [](Acc a, Acc b) { return a + b; };
+    const Acc m = MaxOfSlots<T, kGeneral>(slots, kUnit<T>);
+    Partial p = Partial::Identity();
+    p.max = LaneReduce(m, width, [](Acc a, Acc b) { return Max(a, b); });
+    const Acc reference = Finite(p.max);
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        slots[j].v[i] = Exp<T>(Shifted(slots[j], i, reference));
+        p.sum += slots[j].v[i];
+      }
+    }
+    p.sum = LaneReduce(p.sum, width, add);
+    if constexpr (kForward) {
+      if (smooth) {
+#pragma unroll
+        for (int j = 0; j < kN; ++j) p.more[0] += Deviation(slots[j]);
+        p.more[0] = LaneReduce(p.more[0], width, add);
+      }
+    }
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) p.more[kCount] += static_cast<Acc>(kVec - __popc(slots[j].masked));
+      p.more[kCount] = LaneReduce(p.more[kCount], width, add);
+    }
+    return p;
+  }
+
+  // ---- Columns (strided.cuh) ----
+
+  struct Column {
+    const bool* where = nullptr;
+    Vec<T, kGeneral ? 1 : kVec> first;  // kForward: of each column
+  };
+
+  __device__ __forceinline__ Column BeginColumn(int64_t index) const {
+    Column c;
+    if (HasWhere()) c.where = where.data + where.RowOffset(index);
+    if (kForward && smoothing != 0) {
+      c.first = *reinterpret_cast<const decltype(c.first)*>(x.data + x.RowOffset(index));
+    }
+    return c;
+  }
+
+  // z of one element in kGeneral; masked: -inf.
+  __device__ __forceinline__ Acc ColumnZ(T raw, const Column& column, int a, bool& masked) const {
+    masked = column.where != nullptr && !column.where[a * where.axis_stride];
+    return masked ? -Acc(INFINITY) : ToAcc(raw) * kUnit<T>;
+  }
+
+  __device__ __forceinline__ Acc ColumnShifted(T raw, const Column& column, int a, Acc reference, bool& masked) const {
+    if constexpr (kGeneral) return ColumnZ(raw, column, a, masked) - reference;
+    masked = false;
+    return fma(ToAcc(raw), kUnit<T>, -reference);
+  }
+
+  // What deviations are from: a row's first logit, if it is a number that takes part.
+  __device__ __forceinline__ static Acc Centre(T first, const bool* where) {
+    const Acc value = ToAcc(first);
+    return (where == nullptr || *where) && isfinite(value) ? value : Acc(0);
+  }
+
+  template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
+  __device__ __forceinline__ void ReduceColumns(Variant smooth, const Column& column, ForParts for_parts,
+                                                ForAll for_all, BlockReduce block_reduce,
+                                                PerColumn<Partial, kN>& total) const {
+#pragma unroll
+    for (int v = 0; v < kN; ++v) total.v[v] = Partial::Identity();
+    ReduceColumnsToMaxSum(*this, column, kUnit<T>, for_parts, for_all, block_reduce, total,
+                          [&](int v, T raw, bool masked) {
+                            if constexpr (kForward) {
+                              if (smooth && !masked) {
+                                total.v[v].more[0] += ToAcc(raw) - Centre(column.first.v[v], column.where);
+                              }
+                            }
+                            if constexpr (kGeneral) total.v[v].more[kCount] += masked ? Acc(0) : Acc(1);
+                          });
+  }
+};
+
+// `simple`: all operands are full, and there is no `where`.
+template <template <typename, Mode> typename Op>
+ffi::Error LaunchCrossEntropy(cudaStream_t stream, const CrossEntropyArgs& args, ffi::AnyBuffer scratch,
+                              const char* name) {
+  const int64_t rows = args.shape.rows();
+  bool simple = !args.where;
+  for (const Operand* operand : {&args.labels, &args.a, &args.b}) {
+    simple = simple && (!*operand || operand->elements == rows);
+  }
+  return LaunchSoftmax<Op>(stream, args, simple, scratch, name);
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_CROSS_ENTROPY_CUH_

@@ -39,9 +39,9 @@ struct MaxSums {
   }
 };
 
-// The part of an Op (rows.cuh, strided.cuh) that reads logits. The forward adds up sum(x - centre) too, for smoothing if
-// there is any; the centre is some number near x, so that nothing is lost to a common offset.
-template <typename T_, Mode kMode_, bool kForward>
+// The part of an Op (rows.cuh, strided.cuh) that reads logits, z in units. kSmooth: sum(z - centre) is added up too, where
+// the centre is some number near z, so that nothing is lost to a common offset.
+template <typename T_, Mode kMode_, bool kSmooth>
 struct CrossEntropyRows {
   using T = T_;
   using Acc = AccT<T>;
@@ -50,13 +50,11 @@ struct CrossEntropyRows {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kInputs = 1;        // x
   static constexpr int kColumnInputs = 1;  // x
-  static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = 2;
   static constexpr bool kBundles = false;
-  static constexpr bool kColumnResults = !kForward;
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
   // The sums of a Partial besides that of the exponentials: deviations, and classes that take part (kGeneral).
-  static constexpr int kCount = kForward ? 1 : 0;
+  static constexpr int kCount = kSmooth ? 1 : 0;
   static constexpr int kMore = kCount + (kGeneral ? 1 : 0);
   using Partial = std::conditional_t<kMore == 0, MaxSum<T>, MaxSums<T, kMore>>;
 
@@ -82,6 +80,11 @@ struct CrossEntropyRows {
   __host__ __device__ __forceinline__ int Place(int) const { return 0; }
   __host__ __device__ __forceinline__ int Inputs() const { return 1; }
 
+  template <typename F>
+  __device__ __forceinline__ void WithVariant(F f) const {
+    f(std::false_type());  // there is one
+  }
+
   static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(-Acc(INFINITY)); }
 
   __device__ __forceinline__ bool IsClass(int label) const {
@@ -101,7 +104,7 @@ struct CrossEntropyRows {
     Acc v[kVec];      // kGeneral: z in units. After Reduce or Prepare: exp(z - reference)
     unsigned masked;  // kGeneral: bit i: element i is masked, or outside the row
     int first;        // the row's element that is element 0 here
-    Acc centre;       // kForward
+    Acc centre;       // kSmooth
   };
 
   template <bool kEdges, typename Row, typename Raw>
@@ -109,7 +112,7 @@ struct CrossEntropyRows {
     out.first = row.grid.First(slot);
     out.x = raw.in[0];
     out.masked = 0;
-    if constexpr (kForward) out.centre = row.centre;
+    if constexpr (kSmooth) out.centre = row.centre;
     if constexpr (kGeneral) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * kUnit<T>;
@@ -140,67 +143,74 @@ struct CrossEntropyRows {
     return fma(ToAcc(slot.x.v[i]), kUnit<T>, -reference);
   }
 
-  // Sum of x - centre over the elements that take part. A neutral one cannot be told from a logit of -inf.
-  __device__ __forceinline__ Acc Deviation(const Slot& slot) const {
-    Acc sum = 0;
-    const bool whole = kGeneral ? slot.masked == 0 : slot.first >= 0 && slot.first + kVec <= cols;
-    if (whole) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) sum += ToAcc(slot.x.v[i]) - slot.centre;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const int c = slot.first + i;
-        const bool counts = kGeneral ? !(slot.masked >> i & 1) : c >= 0 && c < cols;
-        sum += counts ? ToAcc(slot.x.v[i]) - slot.centre : Acc(0);
-      }
-    }
-    return sum;
-  }
-
-  // The maximum over the lanes comes first, so that lanes then merge by adding.
+  // The maximum over the lanes comes first, so that lanes then merge by adding. Deviations are added up as distances from
+  // that maximum, which the exponentials take anyway.
   template <typename Variant, int kN>
-  __device__ __forceinline__ Partial Reduce(Variant smooth, Slot (&slots)[kN], int width) const {
+  __device__ __forceinline__ Partial Reduce(Variant, Slot (&slots)[kN], int width) const {
     const auto add = [](Acc a, Acc b) { return a + b; };
     const Acc m = MaxOfSlots<T, kGeneral>(slots, kUnit<T>);
     Partial p = Partial::Identity();
     p.max = LaneReduce(m, width, [](Acc a, Acc b) { return Max(a, b); });
     const Acc reference = Finite(p.max);
+    Acc distances = 0, count = kN * kVec;
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        slots[j].v[i] = Exp<T>(Shifted(slots[j], i, reference));
+        const Acc shifted = Shifted(slots[j], i, reference);
+        slots[j].v[i] = Exp<T>(shifted);
         p.sum += slots[j].v[i];
+        if constexpr (kSmooth) distances += kGeneral && (slots[j].masked >> i & 1) ? Acc(0) : shifted;
       }
     }
     p.sum = LaneReduce(p.sum, width, add);
-    if constexpr (kForward) {
-      if (smooth) {
-#pragma unroll
-        for (int j = 0; j < kN; ++j) p.more[0] += Deviation(slots[j]);
-        p.more[0] = LaneReduce(p.more[0], width, add);
-      }
-    }
     if constexpr (kGeneral) {
 #pragma unroll
-      for (int j = 0; j < kN; ++j) p.more[kCount] += static_cast<Acc>(kVec - __popc(slots[j].masked));
-      p.more[kCount] = LaneReduce(p.more[kCount], width, add);
+      for (int j = 0; j < kN; ++j) count -= static_cast<Acc>(__popc(slots[j].masked));
+      p.more[kCount] = LaneReduce(count, width, add);
+    }
+    if constexpr (kSmooth) {
+      Acc deviation = fma(count, reference - slots[0].centre, distances);
+      if constexpr (!kGeneral) {
+        // At the edges, a neutral element cannot be told from a logit of -inf.
+        bool all = true;
+#pragma unroll
+        for (int j = 0; j < kN; ++j) all = all && Whole(slots[j]);
+        if (!all) deviation = EdgeDeviation(slots);
+      }
+      p.more[0] = LaneReduce(deviation, width, add);
     }
     return p;
+  }
+
+  __device__ __forceinline__ bool Whole(const Slot& slot) const { return slot.first >= 0 && slot.first + kVec <= cols; }
+
+  // Sum of z - centre over the elements of the row. Not from what Reduce computes, which would have to be kept for it.
+  template <int kN>
+  __device__ __forceinline__ Acc EdgeDeviation(const Slot (&slots)[kN]) const {
+    Acc sum = 0;
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const int c = slots[j].first + i;
+        if (c >= 0 && c < cols) sum += fma(ToAcc(slots[j].x.v[i]), kUnit<T>, -slots[j].centre);
+      }
+    }
+    return sum;
   }
 
   // ---- Columns (strided.cuh) ----
 
   struct Column {
     const bool* where = nullptr;
-    Vec<T, kGeneral ? 1 : kVec> first;  // kForward: of each column
+    Vec<T, kGeneral ? 1 : kVec> first;  // kSmooth: of each column
   };
 
   __device__ __forceinline__ Column BeginColumn(int64_t index) const {
     Column c;
     if (HasWhere()) c.where = where.data + where.RowOffset(index);
-    if (kForward && smoothing != 0) {
+    if (kSmooth && cols > 0) {
       c.first = *reinterpret_cast<const decltype(c.first)*>(x.data + x.RowOffset(index));
     }
     return c;
@@ -218,27 +228,26 @@ struct CrossEntropyRows {
     return fma(ToAcc(raw), kUnit<T>, -reference);
   }
 
-  // What deviations are from: a row's first logit, if it is a number that takes part.
+  // What deviations are from: a row's first logit, in units, if it is a number that takes part.
   __device__ __forceinline__ static Acc Centre(T first, const bool* where) {
-    const Acc value = ToAcc(first);
+    const Acc value = ToAcc(first) * kUnit<T>;
     return (where == nullptr || *where) && isfinite(value) ? value : Acc(0);
   }
 
   template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
-  __device__ __forceinline__ void ReduceColumns(Variant smooth, const Column& column, ForParts for_parts,
-                                                ForAll for_all, BlockReduce block_reduce,
-                                                PerColumn<Partial, kN>& total) const {
+  __device__ __forceinline__ void ReduceColumns(Variant, const Column& column, ForParts for_parts, ForAll for_all,
+                                                BlockReduce block_reduce, PerColumn<Partial, kN>& total) const {
 #pragma unroll
     for (int v = 0; v < kN; ++v) total.v[v] = Partial::Identity();
-    ReduceColumnsToMaxSum(*this, column, kUnit<T>, for_parts, for_all, block_reduce, total,
-                          [&](int v, T raw, bool masked) {
-                            if constexpr (kForward) {
-                              if (smooth && !masked) {
-                                total.v[v].more[0] += ToAcc(raw) - Centre(column.first.v[v], column.where);
-                              }
-                            }
-                            if constexpr (kGeneral) total.v[v].more[kCount] += masked ? Acc(0) : Acc(1);
-                          });
+    ReduceColumnsToMaxSum(
+        *this, column, kUnit<T>, for_parts, for_all, block_reduce, total, [&](int v, T raw, bool masked) {
+          if constexpr (kSmooth) {
+            if (!masked) {
+              total.v[v].more[0] += fma(ToAcc(raw), kUnit<T>, -Centre(column.first.v[v], column.where));
+            }
+          }
+          if constexpr (kGeneral) total.v[v].more[kCount] += masked ? Acc(0) : Acc(1);
+        });
   }
 };
 

@@ -16,6 +16,8 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false> {
   using typename Base::Slot;
   using typename Base::T;
 
+  static constexpr int kSlotsPerThread = 8;
+
   T* out;
   DeviceOperand<Acc> a, b;
 
@@ -23,11 +25,6 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false> {
       : Base(args), out(static_cast<T*>(args.out)), a(args.a, args.shape.rows()), b(args.b, args.shape.rows()) {}
 
   __host__ __device__ __forceinline__ T* Output() const { return out; }
-
-  template <typename F>
-  __device__ __forceinline__ void WithVariant(F f) const {
-    f(std::false_type());
-  }
 
   // What a row's result needs besides its logits.
   struct Numbers {
@@ -127,8 +124,10 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false> {
     StoreSlot(row.out, row.grid, kept.first, std::bit_cast<Vec<T, kVec>>(words));
   }
 
+  using Ahead = Numbers;
+  __device__ __forceinline__ Ahead LoadAhead(int64_t index) const { return NumbersOf<false>(index); }
   template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
 
   // ---- Columns (strided.cuh) ----
 
@@ -139,8 +138,7 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false> {
   };
 
   template <typename Variant>
-  __device__ __forceinline__ ColumnFinal FinishColumn(Variant, int64_t index, const Partial& total) const {
-    const Numbers n = NumbersOf<false>(index);
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant, const Partial& total, const Ahead& n) const {
     return {Finite(total.max), FactorsOf(n, total), n.label};
   }
 

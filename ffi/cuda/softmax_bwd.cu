@@ -18,7 +18,6 @@ struct SoftmaxBwd {
   static constexpr int kSlotsPerThread = 4;
   static constexpr int kUnroll = kGeneral ? 1 : 2;
   static constexpr bool kBundles = false;
-  static constexpr bool kColumnResults = true;
 
   // What every call reads comes first, in one line of the constant cache or two.
   int64_t rows;
@@ -169,8 +168,10 @@ struct SoftmaxBwd {
     StoreSlot(row.out, row.grid, row.grid.First(slot), result);
   }
 
+  struct Ahead {};
+  __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
   template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
 
   // ---- Columns (strided.cuh) ----
 
@@ -205,7 +206,7 @@ struct SoftmaxBwd {
   }
 
   template <typename Variant>
-  __device__ __forceinline__ ColumnFinal FinishColumn(Variant form, int64_t, const Partial& total) const {
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant form, const Partial& total, const Ahead&) const {
     return Finish(form, total);
   }
 

@@ -18,7 +18,6 @@ struct SoftmaxFwd {
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral ? 1 : 4;  // kGeneral: registers are scarce
   static constexpr bool kBundles = false;
-  static constexpr bool kColumnResults = true;
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 
   // What every call reads comes first, in one line of the constant cache.
@@ -199,8 +198,10 @@ struct SoftmaxFwd {
     StoreSlot(row.y, row.grid, row.grid.First(slot), out);
   }
 
+  struct Ahead {};
+  __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
   template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
 
   // ---- Columns (strided.cuh) ----
 
@@ -247,7 +248,7 @@ struct SoftmaxFwd {
   }
 
   template <typename Variant>
-  __device__ __forceinline__ ColumnFinal FinishColumn(Variant log, int64_t, const Partial& total) const {
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant log, const Partial& total, const Ahead&) const {
     return {Finite(total.max), Finish(log, total)};
   }
 

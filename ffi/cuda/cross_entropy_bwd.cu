@@ -124,13 +124,12 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false> {
     StoreSlot(row.out, row.grid, kept.first, std::bit_cast<Vec<T, kVec>>(words));
   }
 
-  template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
-
-  // ---- Columns (strided.cuh) ----
-
   using Ahead = Numbers;
   __device__ __forceinline__ Ahead LoadAhead(int64_t index) const { return NumbersOf<false>(index); }
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
+
+  // ---- Columns (strided.cuh) ----
 
   struct ColumnFinal {
     Acc reference;

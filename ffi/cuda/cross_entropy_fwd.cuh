@@ -20,7 +20,7 @@ struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth> {
   using typename Base::Slot;
   using typename Base::T;
 
-  static constexpr int kSlotsPerThread = kSmooth ? 16 : 8;
+  static constexpr int kSlotsPerThread = 16;
 
   Acc *nll, *lse;
 
@@ -86,7 +86,7 @@ struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth> {
   // nll = log(sum) - (1 - smoothing) * (x[label] - max) - smoothing * (mean(x) - max), where the largest logit is the
   // very number that the exponentials were taken against: its rounding cancels.
   template <typename Variant>
-  __device__ __forceinline__ void StoreColumn(Variant, int64_t index, const Partial& total, const Ahead& ahead) const {
+  __device__ __forceinline__ void StoreRow(Variant, int64_t index, const Partial& total, const Ahead& ahead) const {
     const Acc reference = Finite(total.max), log_sum = ::log(total.sum);
     Acc loss = log_sum;
     if (!kSmooth || label_weight != 0 || isnan(ahead.picked)) {
@@ -97,11 +97,6 @@ struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth> {
     }
     nll[index] = loss;
     lse[index] = reference * kPerUnit + log_sum;
-  }
-
-  template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant variant, int64_t index, const Partial& total) const {
-    StoreColumn(variant, index, total, LoadAhead(index));
   }
 };
 

@@ -168,16 +168,15 @@ struct SoftmaxBwd {
     StoreSlot(row.out, row.grid, row.grid.First(slot), result);
   }
 
+  struct Ahead {};
+  __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
   template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
 
   // ---- Columns (strided.cuh) ----
 
   __host__ __device__ __forceinline__ const DeviceOperand<T>& Input(int k) const { return k == 0 ? y : t; }
   __host__ __device__ __forceinline__ T* Output() const { return out; }
-
-  struct Ahead {};
-  __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
 
   struct Column {
     const bool* where = nullptr;

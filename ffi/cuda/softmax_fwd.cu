@@ -198,13 +198,12 @@ struct SoftmaxFwd {
     StoreSlot(row.y, row.grid, row.grid.First(slot), out);
   }
 
-  template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
-
-  // ---- Columns (strided.cuh) ----
-
   struct Ahead {};
   __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
+
+  // ---- Columns (strided.cuh) ----
 
   struct Column {
     const T *scale = nullptr, *bias = nullptr;

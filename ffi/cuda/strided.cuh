@@ -18,9 +18,7 @@
 //   struct ColumnFinal; ColumnFinal FinishColumn(v, Partial, Ahead)   what the results of a column need; empty where
 //                                            there are none
 //   ColumnResult<kVec>(v, raw, column, a, final, Acc (&result)[kVec])
-//   StoreColumn(v, row, Partial, Ahead)      called by one thread for each column where there are no results
-//   struct Ahead; Ahead LoadAhead(row)       what that thread reads for a column, loaded while the tile is on its way. (For
-//                                            rows it was measured to cost 5%: the thread waits before it reduces.)
+//   StoreRow(v, row, Partial, Ahead)         called by one thread for each column where there are no results
 #ifndef JAXNORM_CUDA_STRIDED_CUH_
 #define JAXNORM_CUDA_STRIDED_CUH_
 
@@ -237,7 +235,7 @@ __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ?
       if constexpr (kResults) {
         finals[c] = op.FinishColumn(variant, total, ahead);
       } else {
-        if (rank == 0 && own_inside < plan.inner) op.StoreColumn(variant, own_index, total, ahead);
+        if (rank == 0 && own_inside < plan.inner) op.StoreRow(variant, own_index, total, ahead);
       }
     }
     if constexpr (kResults) {

@@ -10,13 +10,15 @@ import math
 
 NORMS = ("layer_norm", "rms_norm")
 BATCH_NORMS = ("batch_norm", "batch_norm_inference")
-OPS = ("softmax", "log_softmax", "relu", "add_relu", *NORMS, *BATCH_NORMS, "program")
+CROSS_ENTROPY = "softmax_cross_entropy"
+OPS = ("softmax", "log_softmax", "relu", "add_relu", *NORMS, *BATCH_NORMS, CROSS_ENTROPY, "program")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TAGS = ("ci", "full", "gpu")
 
 # What can be timed. "forward" keeps nothing; "forward_train" also writes what backward needs beyond
 # the result; "backward" starts from that; "together" is forward and backward in one jit, and
-# returns y and dx. A program is timed as "grad": the gradients of all its arguments in one jit.
+# returns y and dx. "grad", of programs and of the cross-entropy, is the gradients of all arguments in
+# one jit, without y.
 DIRECTIONS = ("forward", "forward_train", "backward", "together", "grad")
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -29,8 +31,8 @@ class Case:
     For a program, `shape` holds its sizes: (batch, heads, length, width) for attention, (tokens,
     width, hidden) for mlp and norm, (batch, height, width, channels) for conv: 1x1 convolution,
     batch_norm with a ReLU, 1x1 convolution. Norms have float32 parameters (float64 for float64). `axis` is
-    the axis that softmax reduces, or the feature axis of batch_norm, whose `tail` is what follows in
-    the same call: "", "relu" or "add_relu".
+    the axis that softmax and the cross-entropy reduce, or the feature axis of batch_norm, whose `tail`
+    is what follows in the same call: "", "relu" or "add_relu".
     """
 
     op: str
@@ -50,7 +52,7 @@ class Case:
         parts = ["x".join(map(str, self.shape)), self.dtype]
         if self.program:
             parts.insert(0, self.program)
-        has_axis = self.op in ("softmax", "log_softmax", *BATCH_NORMS)
+        has_axis = self.op in ("softmax", "log_softmax", *BATCH_NORMS, CROSS_ENTROPY)
         if has_axis and self.axis not in (-1, len(self.shape) - 1):
             parts.append(f"axis={self.axis}")
         if self.tail:
@@ -87,6 +89,7 @@ class Case:
 
     @property
     def parameter_dtype(self) -> str:
+        """Of parameters, and of losses."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
@@ -113,6 +116,8 @@ class Case:
             return ("forward", "forward_train", "backward")
         if self.op == "batch_norm_inference":
             return ("forward",)
+        if self.op == CROSS_ENTROPY:
+            return ("forward", "backward", "grad")
         return ("forward", "backward")
 
     def min_bytes(self, direction: str) -> int:
@@ -126,9 +131,12 @@ class Case:
         written. A norm reads its parameters; training forward writes the statistics of each row,
         backward reads them, x, dy and scale, and writes dx and the parameters' gradients. batch_norm
         reads x twice forward, and x, dy and the bits of a ReLU twice backward: what a feature needs
-        is known only when all of it was seen. A program counts the operation inside it alone, forward
-        and backward, not its matrix products.
+        is known only when all of it was seen. The cross-entropy reads logits and labels forward and writes
+        a loss for each label; backward, grad and together read those and dy, and write dx. A program
+        counts the operation inside it alone, forward and backward, not its matrix products.
         """
+        if self.op == CROSS_ENTROPY:
+            return self._cross_entropy_bytes(direction)
         if self.op in BATCH_NORMS or self.program == "conv":
             return self._batch_norm_bytes(direction)
         if self.parameters:
@@ -177,6 +185,18 @@ class Case:
                 return backward
             case "together" | "grad":
                 return forward + bits + backward
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+
+    def _cross_entropy_bytes(self, direction: str) -> int:
+        n, rows = self.nbytes, self.size // max(self.columns, 1)
+        labels, losses = 4 * rows, ITEMSIZE[self.parameter_dtype] * rows
+        match direction:
+            case "forward":
+                return n + labels + losses
+            case "backward" | "grad":
+                return 2 * n + labels + losses
+            case "together":
+                return 2 * n + labels + 2 * losses
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
     def _norm_bytes(self, direction: str) -> int:
@@ -334,6 +354,36 @@ def _batch_norm_cases(op: str) -> list[Case]:
     return _tagged(ci, full)
 
 
+def _cross_entropy_cases() -> list[Case]:
+    op = CROSS_ENTROPY
+    ci = [
+        Case(op, (8192, 32)),
+        Case(op, (1024, 1000)),
+        Case(op, (1024, 1024), dtype="bfloat16"),
+        Case(op, (1024, 1024), dtype="float16"),
+        Case(op, (256, 4096)),
+        Case(op, (32, 50257)),
+        Case(op, (4, 262144)),
+        Case(op, (4, 21, 96, 96), axis=1),
+    ]
+    # Vocabularies, classes of images, few rows, and classes of pixels.
+    bf16 = {"dtype": "bfloat16"}
+    full = [
+        Case(op, (8192, 32768), **bf16),
+        Case(op, (8192, 50257), **bf16),
+        Case(op, (8192, 128256), **bf16),
+        Case(op, (32768, 4096), **bf16),
+        Case(op, (131072, 1000), **bf16),
+        Case(op, (1048576, 32), **bf16),
+        Case(op, (64, 131072), **bf16),
+        Case(op, (8, 1048576), **bf16),
+        Case(op, (16, 21, 512, 512), axis=1, **bf16),
+        Case(op, (64, 150, 128, 128), axis=1, **bf16),
+        Case(op, (8192, 32768), dtype="float32"),
+    ]
+    return _tagged(ci, full)
+
+
 def _program_cases() -> list[Case]:
     def attention(batch, heads, length, width, **changes):
         shape, where = (batch, heads, length, width), (batch, 1, 1, length)
@@ -380,6 +430,7 @@ ALL = (
     *_norm_cases("rms_norm"),
     *_batch_norm_cases("batch_norm"),
     *_batch_norm_cases("batch_norm_inference"),
+    *_cross_entropy_cases(),
     *_program_cases(),
 )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from bench.cases import BATCH_NORMS, NORMS, Case
+from bench.cases import BATCH_NORMS, CROSS_ENTROPY, NORMS, Case
 from bench.timing import Data, residual_bytes
 from jaxnorm import _timing
 
@@ -111,6 +111,15 @@ def _relu_of_result_bwd(y, dy):
 _relu_of_result.defvjp(_relu_of_result_fwd, _relu_of_result_bwd)
 
 _XLA_Y_OPS = {"relu": _relu_of_result, "add_relu": lambda x, y: _relu_of_result(x + y)}
+
+
+def _xla_cross_entropy(x, labels, axis=-1):
+    """As `optax.softmax_cross_entropy_with_integer_labels` computes it, in x's dtype."""
+    picked = jnp.take_along_axis(x, jnp.expand_dims(labels, axis), axis).squeeze(axis)
+    loss = jax.nn.logsumexp(x, axis) - picked
+    return loss.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
 _XLA_OPS = {
     "softmax": functools.partial(_xla_softmax, jax.nn.softmax),
     "log_softmax": functools.partial(_xla_softmax, jax.nn.log_softmax),
@@ -120,6 +129,7 @@ _XLA_OPS = {
     "rms_norm": functools.partial(_xla_norm, center=False),
     "batch_norm": _xla_batch_norm,
     "batch_norm_inference": _xla_batch_norm,
+    CROSS_ENTROPY: _xla_cross_entropy,
 }
 
 
@@ -156,6 +166,8 @@ def jax_function(name: str, case: Case) -> Callable:
         return op
     if case.op in BATCH_NORMS:
         return functools.partial(_batch_norm, op, case)
+    if case.op == CROSS_ENTROPY:
+        return functools.partial(op, axis=case.axis)
 
     def softmax(x, *fixed):
         rest = iter(fixed)
@@ -271,6 +283,10 @@ def _torch_function(case: Case) -> Callable:
             return torch.relu(y).movedim(1, -1) @ w2[0, 0]
 
         return program
+    if case.op == CROSS_ENTROPY:
+        return lambda x, labels: torch.nn.functional.cross_entropy(
+            x.movedim(case.axis, 1), labels, reduction="none"
+        ).to(getattr(torch, case.parameter_dtype))
     if case.program == "mlp":
         return lambda x, w1, w2: torch.relu(x @ w1) @ w2
     if case.program == "norm":
@@ -299,7 +315,14 @@ def _torch_compiled(case: Case) -> Callable:
 
 
 def _plain_softmax_only(library: str, case: Case) -> None:
-    if case.op != "softmax" or case.where_shape or case.bias_shape or case.scale is not None:
+    if case.op == CROSS_ENTROPY and library == "liger":
+        raise Unsupported("liger's cross-entropy writes the gradient over the logits")
+    if (
+        case.op not in ("softmax", CROSS_ENTROPY)
+        or case.where_shape
+        or case.bias_shape
+        or case.scale is not None
+    ):
         raise Unsupported(f"{library} has softmax of x alone")
     if case.axis not in (-1, len(case.shape) - 1):
         raise Unsupported(f"{library} has softmax over the last axis only")
@@ -314,6 +337,12 @@ def _liger(case: Case) -> Callable:
 
 def _quack(case: Case) -> Callable:
     _plain_softmax_only("quack", case)
+    if case.op == CROSS_ENTROPY:
+        from quack.cross_entropy import cross_entropy
+
+        return lambda x, labels: cross_entropy(
+            x.reshape(-1, x.shape[-1]), labels.reshape(-1), reduction="none"
+        ).reshape(labels.shape)
     from quack.softmax import softmax
 
     return lambda x: softmax(x.reshape(-1, x.shape[-1])).reshape(x.shape)
@@ -373,9 +402,11 @@ def _prepare_torch(function, case, direction, data) -> Prepared:
 
 
 def _to_torch(array):
-    """A boolean array crosses DLPack as bytes, in every version of both libraries."""
+    """A boolean array crosses DLPack as bytes, in every version of both libraries; labels have 64 bits there."""
     import torch
 
+    if array.dtype == jnp.int32:
+        return torch.from_dlpack(array).long()
     if array.dtype == bool:
         return torch.from_dlpack(array.astype(jnp.uint8)).bool()
     return torch.from_dlpack(array)

@@ -15,7 +15,7 @@ from importlib import metadata
 
 import jax
 
-from bench.cases import ITEMSIZE, Case
+from bench.cases import CROSS_ENTROPY, ITEMSIZE, Case
 from jaxnorm import _timing
 
 SCHEMA = 1
@@ -42,7 +42,9 @@ class Data:
     """Inputs: `args[i]` are the differentiated arguments of set i, `cotangents[i]` their dy."""
 
     args: Sequence[tuple[jax.Array, ...]]
-    fixed: tuple[jax.Array, ...]  # where and bias, as far as the case has them, shared by all sets
+    fixed: tuple[
+        jax.Array, ...
+    ]  # where, bias and labels, as far as the case has them, shared by all sets
     cotangents: Sequence[jax.Array]
     cold: bool  # every set has left the L2 cache before it is used again
 
@@ -69,8 +71,12 @@ def argument_shapes(case: Case) -> list[tuple[int, ...]]:
     return shapes + [(case.columns,)] * case.parameters
 
 
-def result_shape(case: Case) -> tuple[int, ...]:
-    return argument_shapes(case)[0]
+def result_kind(case: Case) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of the result."""
+    if case.op == CROSS_ENTROPY:
+        axis = case.axis % len(case.shape)
+        return case.shape[:axis] + case.shape[axis + 1 :], case.parameter_dtype
+    return argument_shapes(case)[0], case.dtype
 
 
 def make_data(case: Case, direction: str, sets: int | None = None) -> Data:
@@ -101,7 +107,12 @@ def make_data(case: Case, direction: str, sets: int | None = None) -> Data:
         fixed.append(mask.at[..., 0].set(True))
     if case.bias_shape is not None:
         fixed.append(normal(case.bias_shape, 2))
+    if case.op == CROSS_ENTROPY:
+        draw_labels = jax.jit(jax.random.randint, static_argnums=(1, 2, 3))
+        fixed.append(draw_labels(jax.random.key(5), result_kind(case)[0], 0, case.columns))
     needs_cotangents = direction not in ("forward", "forward_train")
+
+    shape, dtype = result_kind(case)
 
     def argument(i, j):
         if j >= len(shapes) - case.parameters:
@@ -115,7 +126,7 @@ def make_data(case: Case, direction: str, sets: int | None = None) -> Data:
         args=[tuple(argument(i, j) for j in range(len(shapes))) for i in range(sets)],
         fixed=tuple(fixed),
         cotangents=[
-            normal(result_shape(case), 4, i) for i in range(sets if needs_cotangents else 0)
+            normal(shape, 4, i, dtype=dtype) for i in range(sets if needs_cotangents else 0)
         ],
         cold=cold,
     )

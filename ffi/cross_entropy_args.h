@@ -1,15 +1,17 @@
 // The cross-entropy calls, decoded and checked.
 //
-// With p = softmax(x) along the last axis over the classes that `where` keeps, n their number, and
+// With p = softmax(x) along `axis` over the classes that `where` keeps, n their number, and
 // q = (1 - smoothing) * onehot(label) + smoothing / n,
 //
 // jaxnorm_cross_entropy_fwd: operands x, labels, [where]; results nll = lse - sum(q * x) and lse = log(sum(e^x)).
 //   A row whose label is not a class has a NaN for nll.
 // jaxnorm_cross_entropy_bwd: operands x, lse, labels, a, b, [where]; result a * p - b * q with p = e^(x - lse).
+//   On CUDA without lse: the kernel has the row on chip, and sums it again. So a gradient whose loss nobody looks at
+//   needs no forward call.
 //   Masked elements, and rows whose label is not a class, are exactly 0 whatever the operands hold there.
 //
 // labels are int32; lse, nll, a and b are float32 (float64 for float64). All of them, which are numbers per row, have
-// size 1 along the last axis.
+// size 1 along `axis`.
 #ifndef JAXNORM_CROSS_ENTROPY_ARGS_H_
 #define JAXNORM_CROSS_ENTROPY_ARGS_H_
 
@@ -19,7 +21,7 @@ namespace jaxnorm {
 
 struct CrossEntropyArgs {
   ffi::DataType dtype;
-  int64_t rows = 0, columns = 0;
+  AxisShape shape;
   Operand x, lse, labels, a, b, where;
   void* nll = nullptr;      // forward
   void* lse_out = nullptr;  // forward
@@ -29,73 +31,68 @@ struct CrossEntropyArgs {
 
 inline ffi::DataType AccOfDtype(ffi::DataType dtype) { return dtype == ffi::F64 ? ffi::F64 : ffi::F32; }
 
-// A full or broadcast operand; one of numbers per row has size 1 along the last axis.
-inline ffi::Error CrossEntropyOperand(ffi::AnyBuffer buffer, ffi::DataType dtype, Dims full, bool per_row,
+// A full or broadcast operand; one of numbers per row has size 1 along `axis`.
+inline ffi::Error CrossEntropyOperand(ffi::AnyBuffer buffer, ffi::DataType dtype, Dims full, int64_t axis, bool per_row,
                                       Operand* out) {
   JAXNORM_CHECK(buffer.element_type() == dtype);
-  JAXNORM_RETURN_IF_ERROR(MakeBroadcast(full, static_cast<int64_t>(full.size()) - 1, buffer.dimensions(), &out->view));
-  JAXNORM_CHECK(!per_row || buffer.dimensions().back() == 1);
+  JAXNORM_RETURN_IF_ERROR(MakeBroadcast(full, axis, buffer.dimensions(), &out->view));
+  JAXNORM_CHECK(!per_row || buffer.dimensions()[axis] == 1);
   out->data = buffer.untyped_data();
   out->elements = static_cast<int64_t>(buffer.element_count());
   return ffi::Error::Success();
 }
 
-inline ffi::Error CrossEntropyWhere(ffi::RemainingArgs rest, Dims full, Operand* where) {
+inline ffi::Error CrossEntropyWhere(ffi::RemainingArgs rest, Dims full, int64_t axis, Operand* where) {
   JAXNORM_CHECK(rest.size() <= 1);
   if (rest.size() == 0) return ffi::Error::Success();
   auto buffer = rest.get<ffi::AnyBuffer>(0);
   if (buffer.has_error()) return buffer.error();
-  return CrossEntropyOperand(*buffer, ffi::PRED, full, false, where);
+  return CrossEntropyOperand(*buffer, ffi::PRED, full, axis, false, where);
 }
 
 // The forward's results have no dimension of x's columns, and its rows may be those of another operand: all dimensions
-// of `nll` but the last, and the last one of x.
+// of `nll` but `axis`, and that of x.
 inline ffi::Error ParseCrossEntropyFwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::RemainingArgs rest,
-                                       ffi::AnyBuffer nll, ffi::AnyBuffer lse, double smoothing,
+                                       ffi::AnyBuffer nll, ffi::AnyBuffer lse, int64_t axis, double smoothing,
                                        CrossEntropyArgs* args) {
   args->dtype = x.element_type();
   const ffi::DataType acc = AccOfDtype(args->dtype);
   JAXNORM_CHECK(nll.element_type() == acc && lse.element_type() == acc);
   JAXNORM_CHECK(SameDims(nll.dimensions(), lse.dimensions()));
   const Dims rows = nll.dimensions();
-  JAXNORM_CHECK(rows.size() >= 1 && rows.size() <= 64 && x.dimensions().size() == rows.size());
-  JAXNORM_CHECK(rows.back() == 1);
+  JAXNORM_CHECK(rows.size() <= 64 && x.dimensions().size() == rows.size());
+  JAXNORM_CHECK(axis >= 0 && axis < static_cast<int64_t>(rows.size()));
+  JAXNORM_CHECK(rows[axis] == 1);
   int64_t dims[64];
   for (size_t i = 0; i < rows.size(); ++i) dims[i] = rows[i];
-  dims[rows.size() - 1] = x.dimensions().back();
+  dims[axis] = x.dimensions()[axis];
   const Dims full(dims, rows.size());
-  AxisShape shape;
-  JAXNORM_RETURN_IF_ERROR(SplitAtAxis(full, static_cast<int64_t>(full.size()) - 1, &shape));
-  args->rows = shape.outer;
-  args->columns = shape.axis;
+  JAXNORM_RETURN_IF_ERROR(SplitAtAxis(full, axis, &args->shape));
   args->nll = nll.untyped_data();
   args->lse_out = lse.untyped_data();
   args->smoothing = smoothing;
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(x, args->dtype, full, false, &args->x));
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(labels, ffi::S32, full, true, &args->labels));
-  return CrossEntropyWhere(rest, full, &args->where);
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(x, args->dtype, full, axis, false, &args->x));
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(labels, ffi::S32, full, axis, true, &args->labels));
+  return CrossEntropyWhere(rest, full, axis, &args->where);
 }
 
-inline ffi::Error ParseCrossEntropyBwd(ffi::AnyBuffer x, ffi::AnyBuffer lse, ffi::AnyBuffer labels, ffi::AnyBuffer a,
-                                       ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::AnyBuffer out, double smoothing,
+// All but lse, which not every kernel takes.
+inline ffi::Error ParseCrossEntropyBwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::AnyBuffer a, ffi::AnyBuffer b,
+                                       ffi::RemainingArgs rest, ffi::AnyBuffer out, int64_t axis, double smoothing,
                                        CrossEntropyArgs* args) {
   args->dtype = x.element_type();
   const ffi::DataType acc = AccOfDtype(args->dtype);
   JAXNORM_CHECK(out.element_type() == args->dtype);
   const Dims full = out.dimensions();
-  JAXNORM_CHECK(full.size() >= 1 && x.dimensions().size() == full.size() && x.dimensions().back() == full.back());
-  AxisShape shape;
-  JAXNORM_RETURN_IF_ERROR(SplitAtAxis(full, static_cast<int64_t>(full.size()) - 1, &shape));
-  args->rows = shape.outer;
-  args->columns = shape.axis;
+  JAXNORM_RETURN_IF_ERROR(SplitAtAxis(full, axis, &args->shape));
+  JAXNORM_CHECK(x.dimensions().size() == full.size() && x.dimensions()[axis] == full[axis]);
   args->out = out.untyped_data();
   args->smoothing = smoothing;
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(x, args->dtype, full, false, &args->x));
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, acc, full, true, &args->lse));
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(labels, ffi::S32, full, true, &args->labels));
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(a, acc, full, true, &args->a));
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(b, acc, full, true, &args->b));
-  return CrossEntropyWhere(rest, full, &args->where);
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(x, args->dtype, full, axis, false, &args->x));
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(labels, ffi::S32, full, axis, true, &args->labels));
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(a, acc, full, axis, true, &args->a));
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(b, acc, full, axis, true, &args->b));
+  return CrossEntropyWhere(rest, full, axis, &args->where);
 }
 
 }  // namespace jaxnorm

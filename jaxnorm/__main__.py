@@ -142,6 +142,34 @@ def _xla_batch_norm(x, scale, bias):
     return ((wide - mean) * factor + bias).astype(x.dtype)
 
 
+def _labels(shape):
+    return (np.arange(math.prod(shape[:-1]), dtype=np.int32) * 7 % shape[-1]).reshape(shape[:-1])
+
+
+def _cross_entropy(x, where=None):
+    return jaxnorm.softmax_cross_entropy(x, _labels(x.shape), where=where)[..., None]
+
+
+def _xla_cross_entropy(x):
+    """As optax computes it, in x's dtype."""
+    picked = jax.numpy.take_along_axis(x, _labels(x.shape)[..., None], -1)
+    loss = jax.nn.logsumexp(x, -1, keepdims=True) - picked
+    return loss.astype(parameter_dtype(x.dtype.name))
+
+
+def _cross_entropy_reference(dy, x, *, where, tiny, **_):
+    z = np.where(where, x, -np.inf)
+    hit = np.arange(x.shape[-1]) == _labels(x.shape)[..., None]
+    top = z.max(-1, keepdims=True)
+    lse = top + np.log(np.exp(z - top).sum(-1, keepdims=True))
+    picked = np.where(hit, z, 0).sum(-1, keepdims=True)
+    p = np.exp(z - lse)
+    dx = np.where(where, dy * (p - hit), 0)
+    # A rounding of lse is a relative error of p.
+    dx_size = np.abs(dy) * (p * (1 + np.abs(lse)) + hit)
+    return (lse - picked, np.abs(lse) + np.abs(top), tiny), (dx, dx_size, tiny)
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """An operation, the plain JAX formula, and its float64 reference.
@@ -155,6 +183,7 @@ class Operation:
         are added up, what the dtype cannot hold) of the result and of each gradient that differs.
       mask: name of the argument that says which elements of a row take part; "" if there is none.
       parameters: how many arguments of one row follow, in the dtype that sums have.
+      per_row: whether the result is one number for each row, in that dtype.
     """
 
     name: str
@@ -164,6 +193,13 @@ class Operation:
     reference: Callable
     mask: str = ""
     parameters: int = 0
+    per_row: bool = False
+
+    def result_kind(self, shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of the result for arguments of these."""
+        if self.per_row:
+            return (*shape[:-1], 1), parameter_dtype(dtype)
+        return tuple(shape), dtype
 
     @property
     def reduces(self) -> bool:
@@ -204,6 +240,15 @@ OPERATIONS = {
         ),
         Operation(
             "batch_norm", 1, _batch_norm, _xla_batch_norm, _batch_norm_reference, parameters=2
+        ),
+        Operation(
+            "softmax_cross_entropy",
+            1,
+            _cross_entropy,
+            _xla_cross_entropy,
+            _cross_entropy_reference,
+            "where",
+            per_row=True,
         ),
     )
 }
@@ -276,6 +321,8 @@ def check(op: Operation, dtype: str, shape: Sequence[int], masked: bool) -> dict
     info = jax.numpy.finfo(dtype)
     tiny = float(info.smallest_subnormal if dtype == "float16" else info.tiny)
     wide_dtype = parameter_dtype(dtype)
+    result_shape, result_dtype = op.result_kind(shape, dtype)
+    dy = dy[..., : result_shape[-1]].astype(jax.numpy.dtype(result_dtype))
     arrays += [rng.standard_normal(shape[-1:]).astype(wide_dtype) for _ in range(op.parameters)]
     where, scale = np.ones((1,) * len(shape), bool), 1.0
     options = {}
@@ -283,14 +330,14 @@ def check(op: Operation, dtype: str, shape: Sequence[int], masked: bool) -> dict
         where = rng.random((*(1,) * (len(shape) - 1), shape[-1])) > 0.3
         where[..., 0] = True
         options = {op.mask: jax.numpy.asarray(where)}
-        if op.mask == "where":
+        if op.mask == "where" and not op.per_row:
             scale = 0.5
             options["scale"] = np.dtype(dtype_object).type(scale)
     wide = [a.astype(np.float64) for a in (dy, *arrays)]
     expected = op.reference(*wide, where=where, scale=scale, tiny=tiny)
     args = tuple(map(jax.numpy.asarray, arrays))
     got = gradient_of(op.kernel, op.parameters)(args, jax.numpy.asarray(dy), **options)
-    like = (args[0], args[0], *args[len(args) - op.parameters :])
+    like = (dy, args[0], *args[len(args) - op.parameters :])
     found = {"forward": (0.0, 0.0), "gradient": (0.0, 0.0)}
     for i, (value, wanted, argument) in enumerate(zip(got, expected, like, strict=True)):
         if value.dtype != argument.dtype or value.shape != argument.shape:
@@ -354,15 +401,17 @@ class Compared:
 def compare_times(op: Operation, dtype: str, shape: Sequence[int], direction: str) -> Compared:
     """Times one direction: "forward", or "gradient", which is forward and backward in one jit."""
     result = Compared(op.name, dtype, "x".join(map(str, shape)), direction)
-    arrays = op.arrays + (1 if direction == "forward" else 3)
-    itemsize = jax.numpy.dtype(dtype).itemsize
+    result_shape, result_dtype = op.result_kind(shape, dtype)
     # Least that must move: the arguments and y; for the gradient dy and dx too.
-    result.bytes = arrays * math.prod(shape) * itemsize
+    results = 1 if direction == "forward" else 2
+    arrays = op.arrays + results - 1
+    result.bytes = arrays * math.prod(shape) * jax.numpy.dtype(dtype).itemsize
+    result.bytes += results * math.prod(result_shape) * jax.numpy.dtype(result_dtype).itemsize
     try:
         sets, _ = _timing.rotation(result.bytes)
         wide = parameter_dtype(dtype)
         kinds = [(tuple(shape), dtype)] * op.arrays
-        kinds += [(tuple(shape[-1:]), wide)] * op.parameters + [(tuple(shape), dtype)]
+        kinds += [(tuple(shape[-1:]), wide)] * op.parameters + [(result_shape, result_dtype)]
         keys = jax.random.split(jax.random.key(0), (sets, len(kinds)))
         draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
         data = [[draw(k, *kind) for k, kind in zip(row, kinds, strict=True)] for row in keys]

@@ -175,7 +175,7 @@ def broadcast_fits(operand, full, axes) -> bool:
 def split_scratch(aval, axes) -> int:
     """Float32 elements for the partial results of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
 
-    Chunks are 16 KiB of each input at least and a partial takes 16 bytes at most. Room for 4096 of them lets several
+    Chunks are 16 KiB of each input at least and a partial takes 16 bytes, in few cases 64. Room for 4096 lets several
     rows be worked on together, and is all that a row of unknown length gets.
     """
     sizes = [aval.shape[i] for i in axes]
@@ -249,7 +249,7 @@ def define_primitive(
     partition: Callable[..., Partition],
     fits: Callable[..., bool] = lambda *avals, **params: True,
     scratch: Callable[..., int] | None = None,
-    platforms: tuple[str, ...] = _lib.PLATFORMS,
+    not_on_cuda: tuple[int, ...] = (),
 ) -> Primitive:
     """Builds the primitive `jaxnorm_<name>`, which has several results, from its parts.
 
@@ -263,10 +263,12 @@ def define_primitive(
       describe: (number of operands, **params) -> the public function that binds this, for error messages.
       sharding_rule: (mesh, operand_shapes, result_shapes, **params) -> which dimensions are the same.
       partition: (mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params) -> Partition.
-      fits: (*avals, **params) -> whether the kernels take such a call; they must not fail for what they cannot do.
+      fits: (*avals, platform, **params) -> whether the platform's kernels take such a call; they must not fail for what
+        they cannot do.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
         additional result.
-      platforms: those that have kernels.
+      not_on_cuda: positions of operands that the CUDA call does not take, because its kernel computes them again.
+        What computes them otherwise is dead code then, unless something else uses it.
 
     Returns:
       The primitive, without differentiation and batching rules.
@@ -335,7 +337,7 @@ def define_primitive(
             _lib.warn_fallback(platform)
             reason = module.reason or f"built without {name}"
             return _formula(ctx, operands, params, f"platform {platform} ({reason})")
-        if not fits(*ctx.avals_in, **params):
+        if not fits(*ctx.avals_in, platform=platform, **params):
             return _formula(ctx, operands, params, "operands of this shape")
         match _placement(ctx):
             case "one device":
@@ -350,11 +352,15 @@ def define_primitive(
         if extra is not None:
             aval = ShapedArray((extra,), np.float32)
             ctx = ctx.replace(avals_out=[*ctx.avals_out, aval])
+        if platform == "cuda" and not_on_cuda:
+            taken = [i for i in range(len(operands)) if i not in not_on_cuda]
+            ctx = ctx.replace(avals_in=[ctx.avals_in[i] for i in taken])
+            operands = [operands[i] for i in taken]
         results = jax.ffi.ffi_lowering(target)(ctx, *operands, **attributes(**params))
         return results if extra is None else results[:-1]
 
     mlir.register_lowering(primitive, lower_default)
-    for platform in platforms:
+    for platform in _lib.PLATFORMS:
         mlir.register_lowering(
             primitive, functools.partial(lower_kernel, platform), platform=platform
         )

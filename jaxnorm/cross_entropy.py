@@ -8,7 +8,8 @@ distribution is q = (1 - smoothing) * onehot(label) + smoothing / n. Three primi
   cross_entropy_bwd   x, lse, labels, a, b, [where] -> a * p - b * q              linear in (a, b); its transpose
 
 so that lse' = sum(p * x'), nll' = lse' - sum(q * x'), and z_loss * lse^2 is arithmetic on numbers per row. p is
-exp(x - lse): the derivative keeps x and lse, whose tangent is a true one.
+exp(x - lse): the derivative keeps x and lse, whose tangent is a true one. The CUDA kernel of cross_entropy_bwd has the
+row on chip and computes lse again: a gradient whose loss is not used is one call, which reads x once.
 
 Operands have x's rank. labels, a, b and the results that are numbers per row have size 1 along `axis`, and any operand
 may have size 1 where vmap did not map it. Labels are int32; rows whose label is not a class have a NaN for nll, and
@@ -39,6 +40,7 @@ from jaxnorm._primitive import (
     joint_spec,
     psum_together,
     spec_of,
+    split_scratch,
     vary_alike,
 )
 
@@ -280,10 +282,10 @@ def _describe(_, **__):
     return "softmax_cross_entropy"
 
 
-def _fits(*avals, axis, **_):
-    """Whether the kernels take the shapes: rows along the last axis, of a usable length, and simple broadcasts."""
+def _fits(*avals, axis, platform, **_):
+    """Whether the kernels take the shapes: rows of a usable length, simple broadcasts, on CPUs along the last axis."""
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    if axis != len(shape) - 1:
+    if platform == "cpu" and axis != len(shape) - 1:
         return False
     if isinstance(shape[axis], int) and not 1 < shape[axis] < _MAX_COLUMNS:
         return False
@@ -316,11 +318,11 @@ def _batch(primitive, args, dims, *, axis, **params):
 
 
 def _attributes(*, axis, smoothing, implementation):
-    del axis, implementation  # kernels run along the last axis
-    return {"smoothing": np.float64(smoothing)}
+    del implementation
+    return {"axis": np.int64(axis), "smoothing": np.float64(smoothing)}
 
 
-def _define(name, abstract, reference):
+def _define(name, abstract, reference, not_on_cuda=()):
     return define_primitive(
         name,
         abstract=abstract,
@@ -330,13 +332,14 @@ def _define(name, abstract, reference):
         fits=_fits,
         sharding_rule=broadcast_sharding_rule,
         partition=partial(_partition, reference),
-        platforms=("cpu",),
+        scratch=lambda x, *_, axis, **__: split_scratch(x, (axis,)),
+        not_on_cuda=not_on_cuda,
     )
 
 
 cross_entropy_fwd_p = _define("cross_entropy_fwd", _per_row, _fwd_reference)
 cross_entropy_bwd_p = _define(
-    "cross_entropy_bwd", lambda *avals, **_: [_full(*avals)], _bwd_reference
+    "cross_entropy_bwd", lambda *avals, **_: [_full(*avals)], _bwd_reference, not_on_cuda=(1,)
 )
 cross_entropy_jvp_p = define_formula("cross_entropy_jvp", abstract=_per_row, formula=_jvp_reference)
 

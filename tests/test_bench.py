@@ -98,6 +98,11 @@ def test_select():
         (Case("batch_norm", (2, 4, 5), axis=1, tail="add_relu"), "forward_train", 640 + 64 + 8),
         (Case("batch_norm", (2, 4, 5), axis=1, tail="add_relu"), "backward", 960 + 16 + 80),
         (Case("batch_norm_inference", (5, 4), tail="relu"), "forward", 160 + 64),
+        # 30 logits, 6 labels, 6 losses or their cotangents; both in "together".
+        (Case("softmax_cross_entropy", (6, 5), dtype="bfloat16"), "forward", 60 + 24 + 24),
+        (Case("softmax_cross_entropy", (6, 5), dtype="bfloat16"), "backward", 120 + 24 + 24),
+        (Case("softmax_cross_entropy", (6, 5)), "grad", 240 + 24 + 24),
+        (Case("softmax_cross_entropy", (2, 5, 3), axis=1), "together", 240 + 24 + 48),
         # Scores 1 x 2 x 3 x 3 = 18 floats, five passes and a mask of 3 bytes.
         (
             Case("program", (1, 2, 3, 4), program="attention", where_shape=(1, 1, 1, 3)),
@@ -270,6 +275,9 @@ SMALL = [
     Case("batch_norm", (6, 5, 9), axis=1, tail="add_relu"),
     Case("batch_norm", (6, 7), dtype="bfloat16", tail="relu"),
     Case("batch_norm_inference", (6, 5, 9), axis=1, tail="add_relu"),
+    Case("softmax_cross_entropy", (6, 5)),
+    Case("softmax_cross_entropy", (2, 5, 3), axis=1),
+    Case("softmax_cross_entropy", (6, 5), dtype="bfloat16"),
 ]
 
 
@@ -319,6 +327,8 @@ def test_unsupported_cases_say_so():
         peers.prepare("liger", Case("relu", (4, 4)), "forward", None)
     with pytest.raises(peers.Unsupported, match="relu and add_relu only"):
         peers.jax_operation("xla-y", "softmax")
+    with pytest.raises(peers.Unsupported, match="over the logits"):
+        peers.prepare("liger", Case("softmax_cross_entropy", (4, 4)), "forward", None)
     with pytest.raises(ValueError, match="implementation must be one of"):
         peers.prepare("numpy", Case("relu", (4, 4)), "forward", None)
 

@@ -356,19 +356,22 @@ CE = {"x": S((3, 4), F32), "where": S((3, 4), bool), "dx": S((3, 4), F32)} | {
 CE["labels"] = S((3, 1), np.int32)
 
 
-def cross_entropy(part, operands="", **shapes):
-    """A call of cross_entropy_<part> with further operands by name; shapes replaces those of some."""
+def cross_entropy(part, operands="", axis=1, **shapes):
+    """A CPU's call of cross_entropy_<part> with further operands by name; shapes replaces those of some."""
     structs = CE | shapes
     names = {"fwd": "x labels", "bwd": "x lse labels a b"}[part].split() + operands.split()
     results = {"fwd": "nll lse", "bwd": "dx"}[part].split()
     args = [jnp.ones(structs[n].shape, structs[n].dtype) for n in names]
-    attributes = {"smoothing": np.float64(0.1)}
+    attributes = {"axis": np.int64(axis), "smoothing": np.float64(0.1)}
     return f"cross_entropy_{part}", tuple(structs[n] for n in results), args, attributes
 
 
 BAD_CALLS = {
     "cross_entropy: integer logits": cross_entropy("fwd", x=S((3, 4), np.int32)),
     "cross_entropy: scalars": cross_entropy("fwd", **dict.fromkeys(CE, S((), F32))),
+    "cross_entropy: axis of the rows": cross_entropy("fwd", axis=0),
+    "cross_entropy: axis beyond the end": cross_entropy("fwd", axis=2),
+    "cross_entropy: negative axis": cross_entropy("bwd", axis=-1),
     "cross_entropy: 64-bit labels": cross_entropy("fwd", labels=S((3, 1), np.int64)),
     "cross_entropy: labels of other rank": cross_entropy("fwd", labels=S((3,), np.int32)),
     "cross_entropy: labels of all classes": cross_entropy("fwd", labels=S((3, 4), np.int32)),

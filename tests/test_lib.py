@@ -26,13 +26,12 @@ def test_status():
 
 
 def test_both_modules_offer_every_kernel():
-    """A module that is loaded has all of its targets; cross-entropy has kernels for the CPU only."""
-    names = {f"{op}_{part}" for op in ("softmax", "relu", "norm") for part in ("fwd", "bwd")}
+    """A module that is loaded has all of its targets."""
+    ops = ("softmax", "relu", "norm", "cross_entropy")
+    names = {f"{op}_{part}" for op in ops for part in ("fwd", "bwd")}
     names |= {f"batch_norm_{part}" for part in ("stats", "fwd", "sums", "dx")}
-    on_cpu = {f"cross_entropy_{part}" for part in ("fwd", "bwd")}
     for m in jaxnorm.status().modules:
-        every = names | (on_cpu if m.platform == "cpu" else set())
-        assert not m.available or m.targets == every
+        assert not m.available or m.targets == names
 
 
 def test_no_warning_where_kernels_are_loaded():

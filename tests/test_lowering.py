@@ -49,8 +49,8 @@ def test_gradient_calls_the_kernels(op, platform):
     text = lowered(value_and_grad(op), *spec.arguments("float32"), platform=platform)
     targets = {target for target, _, _ in calls(text)}
     expected = {*spec.forward, *spec.backward_of(0)}
-    if op == "softmax_cross_entropyaxis" or (op.startswith("softmax_cross") and platform == "cuda"):
-        expected = set()  # kernels along the last axis, for the CPU
+    if op == "softmax_cross_entropyaxis" and platform == "cpu":
+        expected = set()  # there are CPU kernels along the last axis only
     assert targets == expected
 
 
@@ -118,6 +118,34 @@ def test_norm_attributes(platform):
     }
     assert forward[:2] == ("jaxnorm_norm_fwd", {**shared, "epsilon": "2.500000e-01 : f64"})
     assert backward[:2] == ("jaxnorm_norm_bwd", {**shared, "need": "9 : i64"})
+
+
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=needs_cpu), pytest.param("cuda", marks=needs_cuda)]
+)
+def test_cross_entropy_attributes(platform):
+    """On CUDA, backward does without lse, which its kernel computes, and both have scratch."""
+    x, labels, where = jnp.ones((2, 3, 4), "bfloat16"), jnp.ones((2, 3), int), jnp.ones(4, bool)
+
+    def f(x):
+        options = {"where": where, "label_smoothing": 0.25, "z_loss": 0.5}
+        return jax.grad(lambda x: jnp.sum(jaxnorm.softmax_cross_entropy(x, labels, **options)))(x)
+
+    forward, backward = calls(lowered(f, x, platform=platform))
+    assert forward[0] == "jaxnorm_cross_entropy_fwd"
+    assert backward[0] == "jaxnorm_cross_entropy_bwd"
+    row, rows = "2x3x1xf32", ["2x3x4xbf16", "2x3x1xi32", "1x1x4xi1"]
+    numbers, scratch = ([], ["0xf32"]) if platform == "cuda" else ([row], [])
+    expected = [
+        (rows, [row, row, *scratch]),
+        ([rows[0], *numbers, rows[1], row, row, rows[2]], [rows[0], *scratch]),
+    ]
+    for (_, attributes, line), (operands, results) in zip(
+        (forward, backward), expected, strict=True
+    ):
+        assert attributes == {"axis": "2 : i64", "smoothing": "2.500000e-01 : f64"}
+        types = line.rpartition(" : (")[2].split("->")
+        assert [re.findall(r"tensor<([^>]*)>", t) for t in types] == [operands, results]
 
 
 @pytest.mark.skipif(not CPU.targets, reason="no CPU module")

@@ -148,11 +148,11 @@ void ForwardRow(const CrossEntropyArgs& args, int64_t row) {
   const T* x = RowOf<T>(args.x, row);
   const A smoothing = static_cast<A>(args.smoothing);
   RowSums<A> sums;
-  SumRow(x, keep, args.columns, args.smoothing != 0, &sums);
+  SumRow(x, keep, args.shape.axis, args.smoothing != 0, &sums);
   const A shift = FiniteShift(sums.max), log_sum = std::log(sums.sum);
   lse = shift + log_sum;
   const int32_t label = *RowOf<int32_t>(args.labels, row);
-  if (label < 0 || label >= args.columns) {
+  if (label < 0 || label >= args.shape.axis) {
     nll = std::numeric_limits<A>::quiet_NaN();
     return;
   }
@@ -167,41 +167,43 @@ void ForwardRow(const CrossEntropyArgs& args, int64_t row) {
 template <typename T>
 void BackwardRow(const CrossEntropyArgs& args, int64_t row) {
   using A = Acc<T>;
-  T* out = static_cast<T*>(args.out) + row * args.columns;
+  T* out = static_cast<T*>(args.out) + row * args.shape.axis;
   const int32_t label = *RowOf<int32_t>(args.labels, row);
   bool none;
   const uint8_t* keep = MaskOf(args, row, &none);
-  if (none || label < 0 || label >= args.columns) {
-    std::fill_n(out, args.columns, FromAcc<T>(A{0}));
+  if (none || label < 0 || label >= args.shape.axis) {
+    std::fill_n(out, args.shape.axis, FromAcc<T>(A{0}));
     return;
   }
   const T* x = RowOf<T>(args.x, row);
   const A lse = *RowOf<A>(args.lse, row), a = *RowOf<A>(args.a, row), b = *RowOf<A>(args.b, row);
   A base = 0;
   if (args.smoothing != 0) {
-    int64_t count = args.columns;
-    if (keep) count = std::count_if(keep, keep + args.columns, [](uint8_t k) { return k != 0; });
+    int64_t count = args.shape.axis;
+    if (keep) count = std::count_if(keep, keep + args.shape.axis, [](uint8_t k) { return k != 0; });
     base = b * (static_cast<A>(args.smoothing) / static_cast<A>(count));
   }
   const A of_label = (a * Exp(ToAcc(x[label]) - lse) - base) - b * static_cast<A>(1 - args.smoothing);
-  WriteRow(x, keep, args.columns, lse, a, base, out);
+  WriteRow(x, keep, args.shape.axis, lse, a, base, out);
   if (!keep || keep[label]) out[label] = FromAcc<T>(of_label);
 }
 
 // Rows are independent; a thread takes several short ones.
 template <typename F>
 ffi::Error ForEachRow(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.columns));
-  ParallelFor(pool, args.rows, grain, [&](int64_t begin, int64_t end) {
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.shape.axis));
+  ParallelFor(pool, args.shape.rows(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) f(row);
   });
   return ffi::Error::Success();
 }
 
 ffi::Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::RemainingArgs rest,
-                           ffi::Result<ffi::AnyBuffer> nll, ffi::Result<ffi::AnyBuffer> lse, double smoothing) {
+                           ffi::Result<ffi::AnyBuffer> nll, ffi::Result<ffi::AnyBuffer> lse, int64_t axis,
+                           double smoothing) {
   CrossEntropyArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyFwd(x, labels, rest, *nll, *lse, smoothing, &args));
+  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyFwd(x, labels, rest, *nll, *lse, axis, smoothing, &args));
+  JAXNORM_CHECK(args.shape.inner == 1);
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     return ForEachRow(pool, args, [&](int64_t row) { ForwardRow<T>(args, row); });
   });
@@ -209,9 +211,11 @@ ffi::Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
 
 ffi::Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer lse, ffi::AnyBuffer labels,
                            ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                           double smoothing) {
+                           int64_t axis, double smoothing) {
   CrossEntropyArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, lse, labels, a, b, rest, *out, smoothing, &args));
+  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, labels, a, b, rest, *out, axis, smoothing, &args));
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, AccOfDtype(args.dtype), out->dimensions(), axis, true, &args.lse));
+  JAXNORM_CHECK(args.shape.inner == 1);
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     return ForEachRow(pool, args, [&](int64_t row) { BackwardRow<T>(args, row); });
   });
@@ -227,6 +231,7 @@ JAXNORM_REGISTER(cross_entropy_fwd, CrossEntropyFwd,
                      .RemainingArgs()
                      .Ret<ffi::AnyBuffer>()
                      .Ret<ffi::AnyBuffer>()
+                     .Attr<int64_t>("axis")
                      .Attr<double>("smoothing"));
 
 JAXNORM_REGISTER(cross_entropy_bwd, CrossEntropyBwd,
@@ -239,6 +244,7 @@ JAXNORM_REGISTER(cross_entropy_bwd, CrossEntropyBwd,
                      .Arg<ffi::AnyBuffer>()
                      .RemainingArgs()
                      .Ret<ffi::AnyBuffer>()
+                     .Attr<int64_t>("axis")
                      .Attr<double>("smoothing"));
 
 }  // namespace jaxnorm

@@ -503,8 +503,10 @@ struct NormFwd {
     }
   }
 
+  struct Ahead {};
+  __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
   template <typename Center>
-  __device__ __forceinline__ void StoreRow(Center center, int64_t index, const Partial& total) const {
+  __device__ __forceinline__ void StoreRow(Center center, int64_t index, const Partial& total, const Ahead&) const {
     StoreStatistics(center, index, Finish(center, total));
   }
   template <typename Center>

@@ -45,7 +45,9 @@
 //   Final Finish(v, Partial total)
 //   Loaded LoadForStore(v, row, slot)       what only Store needs; called for several slots, then Store
 //   void Store(v, row, slot, Slot, Loaded, Final)
-//   void StoreRow(v, int64_t row, Partial total)   called by one thread for each row
+//   void StoreRow(v, int64_t row, Partial total, Ahead)   called by one thread for each row
+//   struct Ahead; Ahead LoadAhead(int64_t row)   what StoreRow reads besides; loaded by its thread while the row is on
+//                                           its way
 //   int64_t rows
 // and with kBundles, where the tiers of one row leave the variant to run time:
 //   WithoutVariant(f)
@@ -169,12 +171,14 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const int log2_lan
       raw[j].in[k] = std::bit_cast<Vec<T, kVecSize<T>>>(words);
     }
   }
+  typename Op::Ahead ahead = {};
+  if (inside && lane == 0) ahead = op.LoadAhead(index);
   op.WithVariant([&](auto variant) {
     typename Op::Slot kept[kItems];
 #pragma unroll
     for (int j = 0; j < kItems; ++j) op.template Decode<true>(row, lane + j * lanes, raw[j], kept[j]);
     const typename Op::Partial total = op.Reduce(variant, kept, lanes);
-    if (inside && lane == 0) op.StoreRow(variant, index, total);
+    if (inside && lane == 0) op.StoreRow(variant, index, total, ahead);
     const auto final = op.Finish(variant, total);
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
@@ -363,12 +367,16 @@ struct BlockPlan {
   int half_slots = 0;  // see HalfSlots
 };
 
+// Of a block of a cluster, whose partials of each warp have to fit in the static shared memory.
+template <typename Op>
+inline constexpr int kMaxClusterThreads = sizeof(typename Op::Partial) <= 24 ? kMaxThreads : kMaxThreads / 2;
+
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_constant__ Op op, const BlockPlan plan) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ union {
     RowShared<typename Op::Partial> of_block;
-    ClusterShared<typename Op::Partial, kMaxPortableCluster * kMaxThreads / kWarp> of_cluster;
+    ClusterShared<typename Op::Partial, kMaxPortableCluster * kMaxClusterThreads<Op> / kWarp> of_cluster;
   } shared;
   const int threads = plan.threads_per_row;
   int thread = threadIdx.x, group = 0, rank = 0;
@@ -392,11 +400,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
     ClusterStart(&shared.of_cluster.barrier);
     ClusterWait();
   }
+  const bool first_of_row = inside && rank == 0 && thread == 0;
+  typename Op::Ahead ahead = {};
+  if (first_of_row) ahead = op.LoadAhead(index);
   WithRowVariant(op, [&](auto variant) {
     const auto own = stage.ReduceHalves(variant);
     const auto total = plan.cluster > 1 ? MergeCluster(own, plan.cluster, rank, shared.of_cluster)
                                         : MergeWarps(own, threads / kWarp, shared.of_block);
-    if (inside && rank == 0 && thread == 0) op.StoreRow(variant, index, total);
+    if (first_of_row) op.StoreRow(variant, index, total, ahead);
     stage.Store(variant, total);
   });
 }
@@ -527,7 +538,7 @@ __global__ void __launch_bounds__(kMaxBundleThreads, 3)
     if (threads <= kWarp) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (thread == 0) op.StoreRow(variant, first_row + r * kStep, own[r]);
+        if (thread == 0) op.StoreRow(variant, first_row + r * kStep, own[r], {});
         final[r] = op.Finish(variant, own[r]);
       }
     } else {
@@ -547,7 +558,7 @@ __global__ void __launch_bounds__(kMaxBundleThreads, 3)
         total[0] = i < plan.cluster ? shared.blocks[r][i] : Partial::Identity();
         op.MergeLanes(variant, total, kLanes);
       }
-      if (rank == 0 && warp == first_warp && i == 0) op.StoreRow(variant, first_row + r * kStep, total[0]);
+      if (rank == 0 && warp == first_warp && i == 0) op.StoreRow(variant, first_row + r * kStep, total[0], {});
       const auto finished = op.Finish(variant, total[0]);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) final[r] = ShuffleFrom(finished, r * kLanes);
@@ -602,6 +613,8 @@ __global__ void __launch_bounds__(kSplitThreads<Op>, 1)
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes);
   const Stage<Op> stage = {op, row, base, plan.staged_slots, plan.half_slots, middle, end, thread, threads};
   stage.CopyHalves();
+  typename Op::Ahead ahead = {};
+  if (chunk == 0 && thread == 0) ahead = op.LoadAhead(index);
   // What is not staged is read twice, the second time from L2. It is never the row's last slot, so all of it exists.
   const auto fetch = [&](int slot, RawSlot<Op>& raw) {
     const int first = row.grid.First(slot);
@@ -624,7 +637,7 @@ __global__ void __launch_bounds__(kSplitThreads<Op>, 1)
     const Partial of_block = MergeWarps(stage.ReduceHalves(variant, own), threads / kWarp, shared);
     const Partial total = meeting.Merge(of_block, merged);
     const int left_before = thread == 0 ? meeting.Leave() : 0;
-    if (chunk == 0 && thread == 0) op.StoreRow(variant, index, total);
+    if (chunk == 0 && thread == 0) op.StoreRow(variant, index, total, ahead);
     StoreSlots<true>(op, variant, row, begin + thread, middle, threads, fetch, total);
     stage.Store(variant, total);
     if (thread == 0) meeting.Clear(left_before);
@@ -750,7 +763,7 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
     plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
     const int per_thread = few || Op::kColumnInputs > 1 ? 8 : 14;
     const int64_t warps = CeilDiv(plan.part_slots, per_thread * kWarp);
-    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxThreads));
+    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxClusterThreads<Op>));
   }
   plan.half_slots = HalfSlots(plan.part_slots, plan.threads_per_row);
   const Grid grid = {.blocks = CeilDiv(op.rows, plan.rows_per_block) * plan.cluster,

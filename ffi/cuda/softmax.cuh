@@ -1,4 +1,4 @@
-// What softmax forward and backward share: exponentials and the (maximum, sum) partial.
+// What softmax and cross-entropy, forward and backward, share: exponentials, the (maximum, sum) partial, and launching.
 #ifndef JAXNORM_CUDA_SOFTMAX_CUH_
 #define JAXNORM_CUDA_SOFTMAX_CUH_
 
@@ -100,11 +100,72 @@ struct MaxSum {
     const Acc m = Max(a.max, b.max);
     return {m, a.sum * Rescale(a.max, m) + b.sum * Rescale(b.max, m)};
   }
+  // Of equal maxima.
+  static __device__ __forceinline__ MaxSum AddSums(MaxSum a, MaxSum b) { return {a.max, a.sum + b.sum}; }
   static __device__ __forceinline__ MaxSum MergeLanes(MaxSum p, int width) {
     const Acc m = LaneReduce(p.max, width, [](Acc a, Acc b) { return Max(a, b); });
     return {m, LaneReduce(p.sum * Rescale(p.max, m), width, [](Acc a, Acc b) { return a + b; })};
   }
 };
+
+// Largest z of some slots: their v where kDecoded, else their x times the factor, which is positive.
+template <typename T, bool kDecoded, typename Slot, int kN>
+__device__ __forceinline__ AccT<T> MaxOfSlots(const Slot (&slots)[kN], AccT<T> factor) {
+  constexpr int kVec = kVecSize<T>;
+  if constexpr (kDecoded) {
+    AccT<T> m = slots[0].v[0];
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) m = Max(m, slots[j].v[i]);
+    }
+    return m;
+  } else {
+    // Compared as stored, two at a time for the 16-bit types; multiplied once.
+    Vec<T, kVec> m = slots[0].x;
+#pragma unroll
+    for (int j = 1; j < kN; ++j) m = MaxVec(m, slots[j].x);
+    return ToAcc(MaxElement(m)) * factor;
+  }
+}
+
+// Op::ReduceColumns (strided.cuh) to a maximum and a sum, of z = op.ColumnZ(raw, column, a, masked) in kGeneral and
+// z = factor * raw elsewhere. more(v, raw, masked) is called for each element of column v.
+template <typename Op, typename Partial, int kN, typename ForParts, typename ForAll, typename BlockReduce,
+          typename More>
+__device__ __forceinline__ void ReduceColumnsToMaxSum(const Op& op, const typename Op::Column& column,
+                                                      typename Op::Acc factor, ForParts for_parts, ForAll for_all,
+                                                      BlockReduce block_reduce, PerColumn<Partial, kN>& total,
+                                                      More more) {
+  using T = typename Op::T;
+  using Acc = typename Op::Acc;
+  bool masked;
+  if constexpr (Op::kMode == Mode::kGeneral) {
+    Vec<Acc, 1> m = {{-Acc(INFINITY)}};
+    for_parts(
+        [&](int a, const Vec<T, 1>(&raw)[1]) { m.v[0] = Max(m.v[0], op.ColumnZ(raw[0].v[0], column, a, masked)); });
+    total.v[0].max = block_reduce(m, MaxVec<Acc, 1>).v[0];
+  } else {
+    auto m = std::bit_cast<Vec<T, kN>>(SplatWords(Op::NeutralInput()));
+    for_parts([&](int, const Vec<T, kN>(&raw)[1]) { m = MaxVec(m, raw[0]); });
+    m = block_reduce(m, MaxVec<T, kN>);
+#pragma unroll
+    for (int v = 0; v < kN; ++v) total.v[v].max = ToAcc(m.v[v]) * factor;
+  }
+  Acc reference[kN];
+#pragma unroll
+  for (int v = 0; v < kN; ++v) {
+    total.v[v].sum = 0;
+    reference[v] = Finite(total.v[v].max);
+  }
+  for_all([&](int a, const Vec<T, kN>(&raw)[1]) {
+#pragma unroll
+    for (int v = 0; v < kN; ++v) {
+      total.v[v].sum += Exp<T>(op.ColumnShifted(raw[0].v[v], column, a, reference[v], masked));
+      more(v, raw[0].v[v], masked);
+    }
+  });
+}
 
 template <typename T>
 struct Sum {
@@ -112,12 +173,13 @@ struct Sum {
   Acc sum;
   static __device__ __forceinline__ Sum Identity() { return {0}; }
   static __device__ __forceinline__ Sum Merge(Sum a, Sum b) { return {a.sum + b.sum}; }
+  static __device__ __forceinline__ Sum AddSums(Sum a, Sum b) { return Merge(a, b); }
   static __device__ __forceinline__ Sum MergeLanes(Sum p, int width) {
     return {LaneReduce(p.sum, width, [](Acc a, Acc b) { return a + b; })};
   }
 };
 
-// Runs a softmax operation along its axis. `simple`: no optional operand.
+// Runs such an operation along the axis of args.shape. `simple`: no optional operand, none that broadcasts.
 // float64 takes the general mode always: it is there to be right, not to fill the code with more kernels.
 template <template <typename, Mode> typename Op, typename Args>
 ffi::Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, ffi::AnyBuffer scratch, const char* name) {

@@ -168,8 +168,10 @@ struct SoftmaxBwd {
     StoreSlot(row.out, row.grid, row.grid.First(slot), result);
   }
 
+  struct Ahead {};
+  __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
   template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
 
   // ---- Columns (strided.cuh) ----
 
@@ -193,7 +195,7 @@ struct SoftmaxBwd {
 
   template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
   __device__ __forceinline__ void ReduceColumns(Variant form, const Column& column, ForParts for_parts, ForAll,
-                                                BlockReduce, Vec<Partial, kN>& total) const {
+                                                BlockReduce, PerColumn<Partial, kN>& total) const {
 #pragma unroll
     for (int v = 0; v < kN; ++v) total.v[v].sum = 0;
     for_parts([&](int a, const Vec<T, kN>(&raw)[2]) {
@@ -204,7 +206,7 @@ struct SoftmaxBwd {
   }
 
   template <typename Variant>
-  __device__ __forceinline__ ColumnFinal FinishColumn(Variant form, const Partial& total) const {
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant form, const Partial& total, const Ahead&) const {
     return Finish(form, total);
   }
 

@@ -131,25 +131,6 @@ struct SoftmaxFwd {
     return fma(ToAcc(slot.x.v[i]), factor, -reference);
   }
 
-  template <int kN>
-  __device__ __forceinline__ Acc MaxOf(const Slot (&slots)[kN]) const {
-    if constexpr (kGeneral) {
-      Acc m = slots[0].v[0];
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) m = Max(m, slots[j].v[i]);
-      }
-      return m;
-    } else {
-      // Compared as stored, two at a time for the 16-bit types; multiplied once. The factor is positive here.
-      Vec<T, kVec> m = slots[0].x;
-#pragma unroll
-      for (int j = 1; j < kN; ++j) m = MaxVec(m, slots[j].x);
-      return ToAcc(MaxElement(m)) * factor;
-    }
-  }
-
   // The variant is whether this is log_softmax. kGeneral leaves it to run time, for the sake of the code's size.
   template <typename F>
   __device__ __forceinline__ void WithVariant(F f) const {
@@ -165,7 +146,7 @@ struct SoftmaxFwd {
   // The maximum over the lanes comes first, so that lanes then merge by adding.
   template <typename Variant, int kN>
   __device__ __forceinline__ Partial Reduce(Variant log, Slot (&slots)[kN], int width) const {
-    const Acc m = LaneReduce(MaxOf(slots), width, [](Acc a, Acc b) { return Max(a, b); });
+    const Acc m = LaneReduce(MaxOfSlots<T, kGeneral>(slots, factor), width, [](Acc a, Acc b) { return Max(a, b); });
     const Acc reference = Finite(m);
     Acc sum = 0;
 #pragma unroll
@@ -217,8 +198,10 @@ struct SoftmaxFwd {
     StoreSlot(row.y, row.grid, row.grid.First(slot), out);
   }
 
+  struct Ahead {};
+  __device__ __forceinline__ Ahead LoadAhead(int64_t) const { return {}; }
   template <typename Variant>
-  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&) const {}
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
 
   // ---- Columns (strided.cuh) ----
 
@@ -260,35 +243,12 @@ struct SoftmaxFwd {
 
   template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
   __device__ __forceinline__ void ReduceColumns(Variant, const Column& column, ForParts for_parts, ForAll for_all,
-                                                BlockReduce block_reduce, Vec<Partial, kN>& total) const {
-    bool masked;
-    if constexpr (kGeneral) {
-      Vec<Acc, 1> m = {{-Acc(INFINITY)}};
-      for_parts(
-          [&](int a, const Vec<T, 1>(&raw)[1]) { m.v[0] = Max(m.v[0], ColumnZ(raw[0].v[0], column, a, masked)); });
-      total.v[0].max = block_reduce(m, MaxVec<Acc, 1>).v[0];
-    } else {
-      auto m = std::bit_cast<Vec<T, kN>>(SplatWords(NeutralInput()));
-      for_parts([&](int, const Vec<T, kN>(&raw)[1]) { m = MaxVec(m, raw[0]); });
-      m = block_reduce(m, MaxVec<T, kN>);
-#pragma unroll
-      for (int v = 0; v < kN; ++v) total.v[v].max = ToAcc(m.v[v]) * factor;
-    }
-    Acc reference[kN];
-#pragma unroll
-    for (int v = 0; v < kN; ++v) {
-      total.v[v].sum = 0;
-      reference[v] = Finite(total.v[v].max);
-    }
-    for_all([&](int a, const Vec<T, kN>(&raw)[1]) {
-#pragma unroll
-      for (int v = 0; v < kN; ++v)
-        total.v[v].sum += Exp<T>(ColumnShifted(raw[0].v[v], column, a, reference[v], masked));
-    });
+                                                BlockReduce block_reduce, PerColumn<Partial, kN>& total) const {
+    ReduceColumnsToMaxSum(*this, column, factor, for_parts, for_all, block_reduce, total, [](int, T, bool) {});
   }
 
   template <typename Variant>
-  __device__ __forceinline__ ColumnFinal FinishColumn(Variant log, const Partial& total) const {
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant log, const Partial& total, const Ahead&) const {
     return {Finite(total.max), Finish(log, total)};
   }
 

@@ -9,14 +9,16 @@
 // Besides what rows.cuh asks of an Op, this needs
 //   static constexpr int kColumnInputs       arrays that every call reads; const DeviceOperand<T>& Input(int k); T* Output()
 //   struct Column; Column BeginColumn(row)   the other operands, for one column (kGeneral)
-//   Partial                                  see reduce.cuh; the sum in it is a member `sum`
-//   ReduceColumns<kVec>(v, column, for_parts, for_all, block_reduce, Vec<Partial, kVec>&)
-//       of this thread's positions; what else than the sum is in partials is the same in all of the block.
+//   Partial                                  see reduce.cuh; Partial::AddSums(a, b) merges two that differ in sums only
+//   ReduceColumns<kVec>(v, column, for_parts, for_all, block_reduce, PerColumn<Partial, kVec>&)
+//       of this thread's positions; what else than sums is in partials is the same in all of the block.
 //       for_parts(f) calls f(a, Vec (&raw)[kColumnInputs]) for the axis positions a of this thread, as they arrive, and
 //       is called first; for_all(f) does it again. block_reduce(value, merge) merges what the threads of the block hold
 //       of a column, at most once
-//   struct ColumnFinal; ColumnFinal FinishColumn(v, Partial)   what the results of a column need
+//   struct ColumnFinal; ColumnFinal FinishColumn(v, Partial, Ahead)   what the results of a column need; empty where
+//                                            there are none
 //   ColumnResult<kVec>(v, raw, column, a, final, Acc (&result)[kVec])
+//   StoreRow(v, row, Partial, Ahead)         called by one thread for each column where there are no results
 #ifndef JAXNORM_CUDA_STRIDED_CUH_
 #define JAXNORM_CUDA_STRIDED_CUH_
 
@@ -41,6 +43,12 @@ struct StridedPlan {
   bool staged = true;       // tile in shared memory
 };
 
+// A value for each of a thread's columns; of any size, unlike a Vec.
+template <typename P, int N>
+struct alignas(sizeof(P) * N & -(sizeof(P) * N)) PerColumn {
+  P v[N];
+};
+
 // Where in shared memory values are exchanged: after the tile of `vectors` V.
 template <typename V>
 __host__ __device__ __forceinline__ int64_t ExchangeOffset(int64_t vectors) {
@@ -62,6 +70,7 @@ __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ?
   using V = Vec<T, kVec>;
   constexpr int kArrays = Op::kColumnInputs;
   constexpr int kGroup = 4 / kArrays;  // positions whose vectors are loaded at once
+  constexpr bool kResults = !std::is_empty_v<typename Op::ColumnFinal>;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ uint64_t barrier;
   const int lanes_x = 1 << plan.log2_lanes_x;
@@ -119,6 +128,11 @@ __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ?
     }
   }
   if (plan.cluster > 1) ClusterStart(&barrier);
+  // What becomes of a column is one thread's work; there are no more columns than threads.
+  const int columns = lanes_x * kVec, own_column = threadIdx.x;
+  const int64_t own_inside = int64_t{tile} * columns + own_column, own_index = outer * plan.inner + own_inside;
+  typename Op::Ahead ahead = {};
+  if (own_column < columns && own_inside < plan.inner) ahead = op.LoadAhead(own_index);
   const typename Op::Column column = op.BeginColumn(first_column);
 
   // Calls body for this thread's positions from position number `number` on, which is a, up to `end`.
@@ -174,9 +188,9 @@ __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ?
   // Where values are exchanged: largest ones of each warp; partials of each warp, and of each block; what becomes of them.
   using Partial = typename Op::Partial;
   using ColumnFinal = typename Op::ColumnFinal;
-  const int columns = lanes_x * kVec, lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarp;
   char* const exchange = reinterpret_cast<char*>(shared_bytes) + ExchangeOffset<V>(plan.staged ? kArrays * part : 0);
-  auto* const of_warps = reinterpret_cast<Vec<Partial, kVec>*>(exchange + warps * columns * sizeof(AccT<T>));
+  auto* const of_warps = reinterpret_cast<PerColumn<Partial, kVec>*>(exchange + warps * columns * sizeof(AccT<T>));
   auto* const of_blocks = reinterpret_cast<Partial*>(of_warps + warps * lanes_x);
   auto* const finals = reinterpret_cast<ColumnFinal*>(of_blocks + plan.cluster * columns);
   const auto block_reduce = [&]<typename Value, typename Merge>(Value value, Merge merge) {
@@ -194,43 +208,49 @@ __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ?
 
   if (plan.cluster > 1) ClusterWait();
   op.WithVariant([&](auto variant) {
-    Vec<Partial, kVec> own;
+    PerColumn<Partial, kVec> own;
     op.template ReduceColumns<kVec>(variant, column, for_parts, for_all, block_reduce, own);
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       if (offset < lanes_x) continue;
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) own.v[v].sum += ShuffleXor(own.v[v].sum, offset);
+      for (int v = 0; v < kVec; ++v) own.v[v] = Partial::AddSums(own.v[v], ShuffleXor(own.v[v], offset));
     }
     if (lane < lanes_x) of_warps[warp * lanes_x + tx] = own;
     __syncthreads();
     // From here on each column is one thread's, since all threads doing the same was measured to cost 2 to 5%.
-    for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+    if (const int c = own_column; c < columns) {
       const auto* const partials = reinterpret_cast<const Partial*>(of_warps) + c;
       Partial total = partials[0];
-      for (int w = 1; w < warps; ++w) total.sum += partials[w * columns].sum;
+      for (int w = 1; w < warps; ++w) total = Partial::AddSums(total, partials[w * columns]);
       if (plan.cluster == 1) of_blocks[c] = total;
       for (int r = 0; plan.cluster > 1 && r < plan.cluster; ++r) {
         SendToPeer(&of_blocks[rank * columns + c], &barrier, r, total);
       }
     }
     if (plan.cluster > 1) ReceiveFromPeers(&barrier, plan.cluster * columns * static_cast<int>(sizeof(Partial)), 0);
-    for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+    if (const int c = own_column; c < columns) {
       Partial total = of_blocks[c];
       for (int r = 1; r < plan.cluster; ++r) total = Partial::Merge(total, of_blocks[r * columns + c]);
-      finals[c] = op.FinishColumn(variant, total);
+      if constexpr (kResults) {
+        finals[c] = op.FinishColumn(variant, total, ahead);
+      } else {
+        if (rank == 0 && own_inside < plan.inner) op.StoreRow(variant, own_index, total, ahead);
+      }
     }
-    __syncthreads();
-    ColumnFinal final[kVec];
+    if constexpr (kResults) {
+      __syncthreads();
+      ColumnFinal final[kVec];
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) final[v] = finals[tx * kVec + v];
-    T* out = op.Output() + (outer * plan.axis + first) * plan.inner + i;
-    for_all([&](int a, const V(&raw)[kArrays]) {
-      AccT<T> result[kVec];
-      op.template ColumnResult<kVec>(variant, raw, column, a, final, result);
-      *reinterpret_cast<V*>(out) = RoundVec<T>(result);
-      out += step * plan.inner;
-    });
+      for (int v = 0; v < kVec; ++v) final[v] = finals[tx * kVec + v];
+      T* out = op.Output() + (outer * plan.axis + first) * plan.inner + i;
+      for_all([&](int a, const V(&raw)[kArrays]) {
+        AccT<T> result[kVec];
+        op.template ColumnResult<kVec>(variant, raw, column, a, final, result);
+        *reinterpret_cast<V*>(out) = RoundVec<T>(result);
+        out += step * plan.inner;
+      });
+    }
   });
 }
 

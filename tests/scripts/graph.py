@@ -14,10 +14,14 @@ import jaxnorm
 x = np.random.default_rng(0).standard_normal((64, 1000)).astype(np.float32)
 
 
+labels = np.random.default_rng(2).integers(0, 1000, 64)
+
+
 def f(x):
     def loss(x):
-        y = jaxnorm.batch_norm(jaxnorm.relu(x))[0]
-        return jnp.sum(jnp.sin(jaxnorm.softmax(jaxnorm.layer_norm(y))))
+        y = jaxnorm.layer_norm(jaxnorm.batch_norm(jaxnorm.relu(x))[0])
+        losses = jaxnorm.softmax_cross_entropy(y, labels)
+        return jnp.sum(jnp.sin(jaxnorm.softmax(y))) + jnp.sum(jnp.sin(losses))
 
     return jax.grad(loss)(x)
 
@@ -25,7 +29,9 @@ def f(x):
 def reference(x):
     def loss(x):
         y = jax.nn.standardize(jnp.where(x > 0, x, 0), axis=0, epsilon=1e-5)
-        return jnp.sum(jnp.sin(jax.nn.softmax(jax.nn.standardize(y, epsilon=1e-6))))
+        y = jax.nn.standardize(y, epsilon=1e-6)
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(y), labels[:, None], 1)
+        return jnp.sum(jnp.sin(jax.nn.softmax(y))) + jnp.sum(jnp.sin(losses))
 
     return jax.grad(loss)(x)
 

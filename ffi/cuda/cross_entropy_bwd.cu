@@ -1,0 +1,183 @@
+// Cross-entropy, backward: a * p - b * q, x read once and the result written once (2 * rows * cols * sizeof(T) bytes).
+//
+// The row is on chip anyway, so its logsumexp is computed from there and is no operand: where nobody asks for the loss,
+// XLA drops the forward call, and a gradient is these bytes alone.
+#include "cross_entropy.cuh"
+
+namespace jaxnorm {
+namespace {
+
+template <typename T_, Mode kMode_>
+struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false> {
+  using Base = CrossEntropyRows<T_, kMode_, false>;
+  using Base::cols, Base::kGeneral, Base::kVec, Base::label_weight, Base::labels, Base::smoothing, Base::where, Base::x;
+  using typename Base::Acc;
+  using typename Base::Partial;
+  using typename Base::Slot;
+  using typename Base::T;
+
+  static constexpr int kSlotsPerThread = 8;
+
+  T* out;
+  DeviceOperand<Acc> a, b;
+
+  explicit CrossEntropyBwd(const CrossEntropyArgs& args)
+      : Base(args), out(static_cast<T*>(args.out)), a(args.a, args.shape.rows()), b(args.b, args.shape.rows()) {}
+
+  __host__ __device__ __forceinline__ T* Output() const { return out; }
+
+  // What a row's result needs besides its logits.
+  struct Numbers {
+    int label;  // -1 if it is no class
+    Acc a, b;
+  };
+
+  template <bool kSimple>
+  __device__ __forceinline__ Numbers NumbersOf(int64_t index) const {
+    Numbers n;
+    if constexpr (kSimple) {
+      n = {labels.data[index], a.data[index], b.data[index]};
+    } else {
+      n = {labels.data[labels.RowOffset(index)], a.data[a.RowOffset(index)], b.data[b.RowOffset(index)]};
+    }
+    if (!Base::IsClass(n.label)) n.label = -1;
+    return n;
+  }
+
+  // Of a row: result = exp(z - reference) * scale + shift, less `of_label` for the label.
+  struct Factors {
+    Acc scale, shift, of_label;
+  };
+
+  __device__ __forceinline__ Factors FactorsOf(const Numbers& n, const Partial& total) const {
+    // A maximum of -inf makes every result NaN; one of +inf, and a NaN, have made the sum NaN already.
+    const Acc zero_or_nan = total.max == -Acc(INFINITY) ? Acc(NAN) : Acc(0);
+    const Acc shared = smoothing != 0 ? n.b * (smoothing / Base::Classes(total)) : Acc(0);
+    return {n.a * Reciprocal<T>(total.sum), zero_or_nan - shared, n.b * label_weight};
+  }
+
+  // ---- Rows (rows.cuh) ----
+
+  struct Row {
+    T* out;
+    SlotGrid<T, Base::kMode> grid;
+    OperandRow<T> x;
+    OperandRow<bool> where;
+    Numbers numbers;
+  };
+  using Final = Partial;
+
+  __device__ __forceinline__ Row Begin(int64_t index) const {
+    T* row = out + index * cols;
+    Row r = {row, {row, cols}, {}, {}, NumbersOf<!kGeneral>(index)};
+    if constexpr (kGeneral) {
+      r.x = OperandRow<T>(x, index);
+      r.where = OperandRow<bool>(where, index);
+    } else {
+      r.x = OperandRow<T>::Full(x, index * cols);
+    }
+    return r;
+  }
+
+  __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int) const { return row.x; }
+  using Base::Input;
+
+  template <typename Variant>
+  __device__ __forceinline__ void Prepare(Variant, Slot& slot, const Partial& total) const {
+    const Acc reference = Finite(total.max);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) slot.v[i] = Exp<T>(Base::Shifted(slot, i, reference));
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ Final Finish(Variant, const Partial& total) const {
+    return total;
+  }
+
+  struct Loaded {};
+  template <typename Variant>
+  __device__ __forceinline__ Loaded LoadForStore(Variant, const Row&, int) const {
+    return {};
+  }
+
+  template <typename Variant>
+  __device__ __forceinline__ void Store(Variant, const Row& row, int, const Slot& kept, const Loaded&,
+                                        const Final& total) const {
+    const Factors f = FactorsOf(row.numbers, total);
+    Acc result[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) result[i] = fma(kept.v[i], f.scale, f.shift);
+    if (const int at = row.numbers.label - kept.first; at >= 0 && at < kVec) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) result[i] -= i == at ? f.of_label : Acc(0);
+    }
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (kept.masked >> i & 1) result[i] = 0;
+      }
+    }
+    // Rows without a label are 0, selected by words.
+    auto words = std::bit_cast<uint4>(RoundVec<T>(result));
+    const unsigned keep = row.numbers.label < 0 ? 0 : ~0u;
+    words = {words.x & keep, words.y & keep, words.z & keep, words.w & keep};
+    StoreSlot(row.out, row.grid, kept.first, std::bit_cast<Vec<T, kVec>>(words));
+  }
+
+  using Ahead = Numbers;
+  __device__ __forceinline__ Ahead LoadAhead(int64_t index) const { return NumbersOf<false>(index); }
+  template <typename Variant>
+  __device__ __forceinline__ void StoreRow(Variant, int64_t, const Partial&, const Ahead&) const {}
+
+  // ---- Columns (strided.cuh) ----
+
+  struct ColumnFinal {
+    Acc reference;
+    Factors factors;
+    int label;
+  };
+
+  template <typename Variant>
+  __device__ __forceinline__ ColumnFinal FinishColumn(Variant, const Partial& total, const Ahead& n) const {
+    return {Finite(total.max), FactorsOf(n, total), n.label};
+  }
+
+  template <int kN, typename Variant>
+  __device__ __forceinline__ void ColumnResult(Variant, const Vec<T, kN> (&raw)[1], const typename Base::Column& column,
+                                               int position, const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
+#pragma unroll
+    for (int v = 0; v < kN; ++v) {
+      const Factors& f = final[v].factors;
+      bool masked;
+      const Acc e = Exp<T>(Base::ColumnShifted(raw[0].v[v], column, position, final[v].reference, masked));
+      result[v] = fma(e, f.scale, f.shift) - (position == final[v].label ? f.of_label : Acc(0));
+      if (masked || final[v].label < 0) result[v] = 0;
+    }
+  }
+};
+
+ffi::Error CrossEntropyBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::AnyBuffer a,
+                                  ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                                  ffi::Result<ffi::AnyBuffer> scratch, int64_t axis, double smoothing) {
+  CrossEntropyArgs args;
+  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, labels, a, b, rest, *out, axis, smoothing, &args));
+  if (args.shape.size() == 0) return ffi::Error::Success();
+  return LaunchCrossEntropy<CrossEntropyBwd>(stream, args, *scratch, "cross_entropy_bwd");
+}
+
+JAXNORM_REGISTER(cross_entropy_bwd, CrossEntropyBwdHandler,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::AnyBuffer>()
+                     .RemainingArgs()
+                     .Ret<ffi::AnyBuffer>()
+                     .Ret<ffi::AnyBuffer>()
+                     .Attr<int64_t>("axis")
+                     .Attr<double>("smoothing"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

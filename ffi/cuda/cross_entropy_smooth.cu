@@ -1,0 +1,16 @@
+// Cross-entropy forward with smoothing.
+#include "cross_entropy_fwd.cuh"
+
+namespace jaxnorm {
+namespace {
+
+template <typename T, Mode kMode>
+using Smooth = CrossEntropyFwd<T, kMode, true>;
+
+}  // namespace
+
+ffi::Error LaunchSmoothCrossEntropyFwd(cudaStream_t stream, const CrossEntropyArgs& args, ffi::AnyBuffer scratch) {
+  return LaunchCrossEntropy<Smooth>(stream, args, scratch, "cross_entropy_fwd");
+}
+
+}  // namespace jaxnorm

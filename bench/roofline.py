@@ -158,7 +158,7 @@ def _is_plain(record: dict) -> bool:
     return (
         no_operands
         and not record["program"]
-        and (record["op"] not in ("softmax", "log_softmax") or record["axis"] in (-1, last))
+        and (record["op"] in BATCH_NORMS or record["axis"] in (-1, last))
     )
 
 

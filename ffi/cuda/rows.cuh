@@ -369,7 +369,7 @@ struct BlockPlan {
 
 // Of a block of a cluster, whose partials of each warp have to fit in the static shared memory.
 template <typename Op>
-inline constexpr int kMaxClusterThreads = sizeof(typename Op::Partial) <= 16 ? kMaxThreads : kMaxThreads / 2;
+inline constexpr int kMaxClusterThreads = sizeof(typename Op::Partial) <= 24 ? kMaxThreads : kMaxThreads / 2;
 
 template <typename Op>
 __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_constant__ Op op, const BlockPlan plan) {

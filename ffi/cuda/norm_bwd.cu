@@ -341,16 +341,22 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
                          ffi::AnyBuffer scratch) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
-  constexpr int kMaxPart = kMaxThreads * Op::kSlots;
   const int slots = op.Slots(), outputs = op.Outputs();
+  // What continues in first slots, and the bits of first and last ones: of a row.
+  const int row_edge_bytes = Op::kMode == Mode::kPlain ? 0 : (kStages * op.arrays + 4) * kVecBytes;
+  // Of a block: three arrays of float32 leave no room for all threads, and some devices have little for any.
+  const int room = device.max_shared_bytes - kStaticSharedBytes;
+  const int thread_bytes = kStages * Op::kSlots * op.arrays * kVecBytes;
+  const int max_threads = kMaxThreads * thread_bytes + row_edge_bytes <= room ? kMaxThreads : kBlockThreads;
+  const int max_part = max_threads * Op::kSlots;
   // Rows that fit no cluster; and those of which L2 can hold all, unless one block has a row for itself.
   const int64_t input_bytes = args.shape.size() * 2 * static_cast<int64_t>(sizeof(T));
   RowsPlan plan;
   int at_once = 0;
-  while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > kMaxPart) plan.cluster *= 2;
+  while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > max_part) plan.cluster *= 2;
   if (plan.cluster > 1) at_once = ActiveClusters<NormBwdKernel<Op>>(device, kMaxThreads, plan.cluster);
   if (plan.cluster > 1 &&
-      (CeilDiv(slots, plan.cluster) > kMaxPart || at_once == 0 || input_bytes <= device.l2_bytes / 4 * 3)) {
+      (CeilDiv(slots, plan.cluster) > max_part || at_once == 0 || input_bytes <= device.l2_bytes / 4 * 3)) {
     return LaunchNormBwdLong(device, stream, op, args, scratch);
   }
   plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
@@ -358,10 +364,11 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.threads_per_row = static_cast<int>(wanted > kWarp ? CeilDiv(wanted, kWarp) * kWarp : NextPowerOfTwo(wanted));
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   const int threads = plan.threads_per_row * plan.rows_per_block;
-  const int padded = static_cast<int>(CeilDiv(threads, kBlockThreads) * kBlockThreads);
-  const int stage_bytes = Op::kSlots * op.arrays * kVecBytes * padded;
-  // What continues in first slots, and the bits of first and last ones.
-  const int edge_bytes = Op::kMode == Mode::kPlain ? 0 : (kStages * op.arrays + 4) * kVecBytes * plan.rows_per_block;
+  const int shared_bytes = static_cast<int>(CeilDiv(threads, kBlockThreads) * kBlockThreads) * thread_bytes +
+                           row_edge_bytes * plan.rows_per_block;
+  if constexpr (!Op::kGeneral) {  // which has fewer slots for each thread
+    if (shared_bytes > room) return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
+  }
   if (plan.cluster == 1) at_once = device.sms * (threads <= kBlockThreads ? 2 : 1);
   // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged).
   const int64_t unit =
@@ -392,7 +399,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.rest = static_cast<int>(op.rows_per_group % step);
   Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
                .threads = threads,
-               .shared_bytes = kStages * stage_bytes + edge_bytes,
+               .shared_bytes = shared_bytes,
                .cluster = plan.cluster};
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
   JAXNORM_RETURN_IF_ERROR(Launch<NormBwdKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, partials));

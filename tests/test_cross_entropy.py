@@ -79,6 +79,14 @@ def test_columns_of_other_dtypes(dtype, columns):
     check(rand((5, columns), dtype), some_labels(5, columns), smoothing=0.1, z_loss=1e-2)
 
 
+@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1}])
+@pytest.mark.parametrize("columns", [2, 31, 128, 129])
+def test_numbers_of_short_rows(columns, options):
+    """CPU kernels work on 16 of them at once."""
+    for rows, dtype in ((1, "float32"), (15, "bfloat16"), (16, "float64"), (17, "float32")):
+        check(rand((rows, columns), dtype), some_labels((rows,), columns), **options)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (1.0, 0.1)])
 @pytest.mark.parametrize("mask", [None, (1, 37), (6, 37), (6, 1), (37,)])

@@ -2,7 +2,8 @@
 //
 // A row is worked through in chunks that stay in the first-level cache, where the forward reads them twice: for the
 // maximum, and for the sum of exponentials, both merged into those of the row so far. The probabilities live in registers
-// only. float16, bfloat16 and masked rows go through a buffer of float32.
+// only. float16, bfloat16 and masked rows go through a buffer of float32. The forward turns short rows on their side,
+// several at a time, so that vectors go across rows: adding up the lanes of a vector takes as long as 100 elements.
 //
 // NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
 #include <algorithm>
@@ -95,6 +96,41 @@ JAXNORM_SIMD_CLONES void SumRow(const T* x, const uint8_t* keep, int64_t columns
   *result = row;
 }
 
+inline constexpr int64_t kTileRows = 16;
+inline constexpr int64_t kShortColumns = 128;
+
+// The same for `rows` <= kTileRows rows of at most kShortColumns, and the logarithms of the sums.
+template <typename T>
+JAXNORM_SIMD_CLONES void SumShortRows(const T* x, int64_t rows, int64_t columns, bool smooth, RowSums<Acc<T>>* result,
+                                      Acc<T>* log_sum) {
+  using A = Acc<T>;
+  alignas(64) A buffer[kTileRows * kShortColumns], tile[kShortColumns][kTileRows];
+  const A* const z = LoadChunk(x, nullptr, rows * columns, A{0}, buffer);
+  for (int64_t c = 0; c < columns; ++c) {
+#pragma omp simd
+    for (int64_t r = 0; r < kTileRows; ++r) tile[c][r] = z[(r < rows ? r : 0) * columns + c];
+  }
+  A max[kTileRows], shift[kTileRows], sum[kTileRows] = {}, deviation[kTileRows] = {};
+  for (int64_t r = 0; r < kTileRows; ++r) max[r] = -kInfinity<A>;
+  for (int64_t c = 0; c < columns; ++c) {
+#pragma omp simd
+    for (int64_t r = 0; r < kTileRows; ++r) max[r] = tile[c][r] > max[r] ? tile[c][r] : max[r];
+  }
+#pragma omp simd
+  for (int64_t r = 0; r < kTileRows; ++r) shift[r] = FiniteShift(max[r]);
+  for (int64_t c = 0; c < columns; ++c) {
+#pragma omp simd
+    for (int64_t r = 0; r < kTileRows; ++r) sum[r] += Exp(tile[c][r] - shift[r]);
+  }
+  for (int64_t c = 0; smooth && c < columns; ++c) {
+#pragma omp simd
+    for (int64_t r = 0; r < kTileRows; ++r) deviation[r] += tile[c][r] - shift[r];
+  }
+#pragma omp simd
+  for (int64_t r = 0; r < kTileRows; ++r) log_sum[r] = Log(sum[r]);
+  for (int64_t r = 0; r < rows; ++r) result[r] = {max[r], sum[r], deviation[r], static_cast<A>(columns)};
+}
+
 // out = a * e^(x - lse) - base, 0 where masked.
 template <typename T>
 JAXNORM_SIMD_CLONES void WriteRow(const T* x, const uint8_t* keep, int64_t columns, Acc<T> lse, Acc<T> a, Acc<T> base,
@@ -133,24 +169,14 @@ const uint8_t* MaskOf(const CrossEntropyArgs& args, int64_t row, bool* none) {
   return nullptr;
 }
 
+// Writes a row's results, given its sums and the logarithm of that of the exponentials.
 template <typename T>
-void ForwardRow(const CrossEntropyArgs& args, int64_t row) {
+void FinishRow(const CrossEntropyArgs& args, int64_t row, const uint8_t* keep, const RowSums<Acc<T>>& sums,
+               Acc<T> log_sum) {
   using A = Acc<T>;
   A& nll = static_cast<A*>(args.nll)[row];
-  A& lse = static_cast<A*>(args.lse_out)[row];
-  bool none;
-  const uint8_t* keep = MaskOf(args, row, &none);
-  if (none) {
-    nll = std::numeric_limits<A>::quiet_NaN();
-    lse = -kInfinity<A>;
-    return;
-  }
-  const T* x = RowOf<T>(args.x, row);
-  const A smoothing = static_cast<A>(args.smoothing);
-  RowSums<A> sums;
-  SumRow(x, keep, args.shape.axis, args.smoothing != 0, &sums);
-  const A shift = FiniteShift(sums.max), log_sum = std::log(sums.sum);
-  lse = shift + log_sum;
+  const A shift = FiniteShift(sums.max);
+  static_cast<A*>(args.lse_out)[row] = shift + log_sum;
   const int32_t label = *RowOf<int32_t>(args.labels, row);
   if (label < 0 || label >= args.shape.axis) {
     nll = std::numeric_limits<A>::quiet_NaN();
@@ -158,10 +184,42 @@ void ForwardRow(const CrossEntropyArgs& args, int64_t row) {
   }
   nll = log_sum;
   if (args.smoothing < 1) {
-    const A picked = keep && !keep[label] ? -kInfinity<A> : ToAcc(x[label]);
+    const A picked = keep && !keep[label] ? -kInfinity<A> : ToAcc(RowOf<T>(args.x, row)[label]);
     nll -= (picked - shift) * static_cast<A>(1 - args.smoothing);
   }
-  if (args.smoothing != 0) nll -= sums.deviation / sums.count * smoothing;
+  if (args.smoothing != 0) nll -= sums.deviation / sums.count * static_cast<A>(args.smoothing);
+}
+
+template <typename T>
+void ForwardRow(const CrossEntropyArgs& args, int64_t row) {
+  using A = Acc<T>;
+  bool none;
+  const uint8_t* keep = MaskOf(args, row, &none);
+  if (none) {
+    static_cast<A*>(args.nll)[row] = std::numeric_limits<A>::quiet_NaN();
+    static_cast<A*>(args.lse_out)[row] = -kInfinity<A>;
+    return;
+  }
+  RowSums<A> sums;
+  SumRow(RowOf<T>(args.x, row), keep, args.shape.axis, args.smoothing != 0, &sums);
+  FinishRow<T>(args, row, keep, sums, std::log(sums.sum));
+}
+
+template <typename T>
+void ForwardRows(const CrossEntropyArgs& args, int64_t begin, int64_t end) {
+  using A = Acc<T>;
+  const int64_t columns = args.shape.axis;
+  if (args.where || columns > kShortColumns || args.x.elements != args.shape.size()) {
+    for (int64_t row = begin; row < end; ++row) ForwardRow<T>(args, row);
+    return;
+  }
+  for (int64_t first = begin; first < end; first += kTileRows) {
+    const int64_t rows = std::min(kTileRows, end - first);
+    RowSums<A> sums[kTileRows];
+    A log_sums[kTileRows];
+    SumShortRows(RowOf<T>(args.x, first), rows, columns, args.smoothing != 0, sums, log_sums);
+    for (int64_t r = 0; r < rows; ++r) FinishRow<T>(args, first + r, nullptr, sums[r], log_sums[r]);
+  }
 }
 
 template <typename T>
@@ -188,13 +246,11 @@ void BackwardRow(const CrossEntropyArgs& args, int64_t row) {
   if (!keep || keep[label]) out[label] = FromAcc<T>(of_label);
 }
 
-// Rows are independent; a thread takes several short ones.
+// Rows are independent; a thread takes several short ones: f(begin, end).
 template <typename F>
-ffi::Error ForEachRow(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
+ffi::Error ForRows(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
   const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.shape.axis));
-  ParallelFor(pool, args.shape.rows(), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) f(row);
-  });
+  ParallelFor(pool, args.shape.rows(), grain, f);
   return ffi::Error::Success();
 }
 
@@ -205,7 +261,7 @@ ffi::Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyFwd(x, labels, rest, *nll, *lse, axis, smoothing, &args));
   JAXNORM_CHECK(args.shape.inner == 1);
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    return ForEachRow(pool, args, [&](int64_t row) { ForwardRow<T>(args, row); });
+    return ForRows(pool, args, [&](int64_t begin, int64_t end) { ForwardRows<T>(args, begin, end); });
   });
 }
 
@@ -217,7 +273,9 @@ ffi::Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, AccOfDtype(args.dtype), out->dimensions(), axis, true, &args.lse));
   JAXNORM_CHECK(args.shape.inner == 1);
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    return ForEachRow(pool, args, [&](int64_t row) { BackwardRow<T>(args, row); });
+    return ForRows(pool, args, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) BackwardRow<T>(args, row);
+    });
   });
 }
 

@@ -131,6 +131,16 @@ def finish_parsing(parser, argv, steps: int, plot: str) -> argparse.Namespace:
     return options
 
 
+def held_out(runs: dict[str, Run], accuracies: Sequence[float], minimum: float) -> dict:
+    """The `rows` and `problems` of a report on runs that should reach `minimum`."""
+    problems = [
+        f"{name} reached {accuracy:.1%}, less than {minimum:.0%}"
+        for name, accuracy in zip(runs, accuracies, strict=True)
+        if not accuracy >= minimum
+    ]
+    return {"rows": [("held-out accuracy", "{:.1%}", accuracies)], "problems": problems}
+
+
 def report(
     title: str,
     runs: dict[str, Run],

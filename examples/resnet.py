@@ -170,12 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ResNet, handwritten digits",
         runs,
         options,
-        rows=[("held-out accuracy", "{:.1%}", accuracies)],
-        problems=[
-            f"{name} reached {accuracy:.1%}, less than {MIN_ACCURACY:.0%}"
-            for name, accuracy in zip(runs, accuracies, strict=True)
-            if not accuracy >= MIN_ACCURACY
-        ],
+        **_training.held_out(runs, accuracies, MIN_ACCURACY),
         reached=f"every run reached {MIN_ACCURACY:.0%}",
         tolerance=TOLERANCE,
     )

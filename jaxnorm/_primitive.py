@@ -73,6 +73,26 @@ def spec_of(aval) -> Spec:
     return entries + (None,) * (aval.ndim - len(entries))
 
 
+def broadcast_aval(*avals):
+    """The abstract value of the array that all operands broadcast to, of the first one's dtype."""
+    x = avals[0]
+    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
+    if shape == x.shape:
+        return aval_like(x)
+    specs = zip(*map(spec_of, avals), strict=True)
+    spec = [next((s for s in entries if s is not None), None) for entries in specs]
+    return aval_like(x, shape=shape, spec=spec)
+
+
+def collapsed_aval(aval, dims, dtype):
+    """`aval` with size 1 in `dims`, of another dtype."""
+
+    def at(entries, value):
+        return tuple(value if i in dims else e for i, e in enumerate(entries))
+
+    return aval_like(aval, at(aval.shape, 1), dtype, at(spec_of(aval), None))
+
+
 def axis_names(entry) -> tuple:
     """The mesh axes of one entry of a Spec."""
     if entry is None:

@@ -30,16 +30,16 @@ from jaxnorm._primitive import (
     NOT_MAPPED,
     Partition,
     acc_dtype,
-    aval_like,
     axis_names,
+    broadcast_aval,
     broadcast_fits,
     broadcast_sharding_rule,
     broadcast_specs,
+    collapsed_aval,
     define_formula,
     define_primitive,
     joint_spec,
     psum_together,
-    spec_of,
     split_scratch,
     vary_alike,
 )
@@ -254,27 +254,10 @@ def _bwd_reference(
 # ---- shapes and shardings ----
 
 
-def _full(*avals):
-    """The abstract value of the array that all operands broadcast to."""
-    x = avals[0]
-    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    if shape == x.shape:
-        return aval_like(x)
-    specs = zip(*map(spec_of, avals), strict=True)
-    spec = [next((s for s in entries if s is not None), None) for entries in specs]
-    return aval_like(x, shape=shape, spec=spec)
-
-
 def _per_row(*avals, axis, **_):
     """The abstract values of two numbers per row."""
-    full = _full(*avals)
-
-    def at_axis(entries, value):
-        return tuple(value if i == axis else e for i, e in enumerate(entries))
-
-    row = aval_like(
-        full, at_axis(full.shape, 1), acc_dtype(full.dtype), at_axis(spec_of(full), None)
-    )
+    full = broadcast_aval(*avals)
+    row = collapsed_aval(full, (axis,), acc_dtype(full.dtype))
     return [row, row]
 
 
@@ -339,7 +322,10 @@ def _define(name, abstract, reference, not_on_cuda=()):
 
 cross_entropy_fwd_p = _define("cross_entropy_fwd", _per_row, _fwd_reference)
 cross_entropy_bwd_p = _define(
-    "cross_entropy_bwd", lambda *avals, **_: [_full(*avals)], _bwd_reference, not_on_cuda=(1,)
+    "cross_entropy_bwd",
+    lambda *avals, **_: [broadcast_aval(*avals)],
+    _bwd_reference,
+    not_on_cuda=(1,),
 )
 cross_entropy_jvp_p = define_formula("cross_entropy_jvp", abstract=_per_row, formula=_jvp_reference)
 

@@ -31,15 +31,16 @@ from jaxnorm._primitive import (
     acc_dtype,
     aval_like,
     axis_names,
+    broadcast_aval,
     broadcast_fits,
     broadcast_sharding_rule,
     broadcast_specs,
+    collapsed_aval,
     define_dce,
     define_formula,
     define_primitive,
     joint_spec,
     psum_together,
-    spec_of,
     split_scratch,
     vary_alike,
 )
@@ -437,42 +438,22 @@ def _jvp_reference(
 # ---- shapes and shardings ----
 
 
-def _full(*avals):
-    """The abstract value of the array that all operands broadcast to."""
-    x = avals[0]
-    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    if shape == x.shape:
-        return aval_like(x)
-    specs = zip(*map(spec_of, avals), strict=True)
-    spec = [next((s for s in entries if s is not None), None) for entries in specs]
-    return aval_like(x, shape=shape, spec=spec)
-
-
-def _collapsed(aval, dims, dtype):
-    """`aval` with size 1 in `dims`."""
-
-    def at(entries, value):
-        return tuple(value if i in dims else e for i, e in enumerate(entries))
-
-    return aval_like(aval, at(aval.shape, 1), dtype, at(spec_of(aval), None))
-
-
 def _fwd_abstract(*avals, axes, center, operands, **_):
-    full = _full(*avals)
-    statistic = _collapsed(full, axes, acc_dtype(full.dtype))
+    full = broadcast_aval(*avals)
+    statistic = collapsed_aval(full, axes, acc_dtype(full.dtype))
     return [full] * (2 if operands & RESIDUAL else 1) + [statistic] * (2 if center else 1)
 
 
 def _jvp_abstract(*avals, center, operands, have, with_sum, **_):
-    full = _full(*avals)
+    full = broadcast_aval(*avals)
     given = _named(_jvp_names(center, operands, have), avals)
     return [full, aval_like(given["x_dot"])] if with_sum else [full]
 
 
 def _bwd_abstract(*avals, axes, groups, need, parameter_dtype, **_):
-    full = _full(*avals)
+    full = broadcast_aval(*avals)
     rows = [i for i in range(groups, full.ndim) if i not in axes]
-    parameter = _collapsed(full, rows, parameter_dtype)
+    parameter = collapsed_aval(full, rows, parameter_dtype)
     return [full] * bool(need & X) + [parameter] * (bool(need & SCALE) + bool(need & BIAS))
 
 
@@ -570,7 +551,7 @@ _SHIFT_MARGIN = 32
 
 def _fwd_scratch(*avals, axes, **_):
     """Float32 elements: of rows that are split, or for four copies of scale and bias (ffi/cuda/norm.cuh)."""
-    full = _full(*avals)
+    full = broadcast_aval(*avals)
     columns = [full.shape[i] for i in axes]
     copies = 0
     if all(isinstance(n, int) for n in columns) and math.prod(columns) % (
@@ -729,7 +710,7 @@ _UNKNOWN_COLUMNS = 8192
 
 
 def _bwd_scratch(*avals, axes, groups, need, **_):
-    full = _full(*avals)
+    full = broadcast_aval(*avals)
     elements = split_scratch(full, axes)
     if need & (SCALE | BIAS):
         columns = [full.shape[i] for i in axes]

@@ -707,6 +707,7 @@ def _bwd_local(spec, *, axes, groups, parameter_dtype, **params):
 # H100 or H200. A row of unknown length gets room for 8192 columns; the kernels then use fewer blocks for more.
 _PARTIALS = 264
 _UNKNOWN_COLUMNS = 8192
+_VECTOR = 8  # the most elements of a vector of the CUDA kernels
 
 
 def _bwd_scratch(*avals, axes, groups, need, **_):
@@ -719,6 +720,9 @@ def _bwd_scratch(*avals, axes, groups, need, **_):
         partials = _PARTIALS
         if all(isinstance(n, int) for n in rows):
             partials = min(partials, math.prod(rows))
+        # Rows that do not fill their vectors lie in as many ways; a block that has two of them leaves two sums.
+        if not known or math.prod(columns) % _VECTOR:
+            partials += _VECTOR - 1
         for n in full.shape[:groups]:
             partials *= n if isinstance(n, int) else 1
         elements += 2 * partials * (math.prod(columns) if known else _UNKNOWN_COLUMNS)

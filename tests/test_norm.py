@@ -490,6 +490,14 @@ def test_same_bits_every_time(op, shape):
 
 
 @ops
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [5000, 8200, 9001, 20001])
+def test_many_long_rows(op, dtype, columns):
+    """Rows that blocks and clusters of a GPU hold, several for each of them, with as many arrays as there can be."""
+    check(op, rand((140, columns), dtype), "float32", residual=True)
+
+
+@ops
 def test_row_does_not_depend_on_its_neighbours(op):
     """A row has the same bits alone, in a batch, and at another place of the batch.
 

@@ -6,9 +6,13 @@
 // in which blocks run, so results are the same bits every time.
 //
 // Rows are on their way to shared memory several turns before they are needed. Each thread copies and reads its own
-// slots only, which takes no barrier. What a turn does is shifted by one row between the two passes: the first one sums
-// row t + 1 while the sums of row t travel between warps and between the blocks of a cluster, then the second one writes
-// row t.
+// slots only, which takes no barrier. A turn has two passes: the first one reduces a row, the second one writes a row that
+// was reduced one or two turns ago, whose sums have travelled between warps and between the blocks of a cluster meanwhile.
+// So no warp waits for another one in each turn: the slowest warp would set the pace.
+//
+// Rows that do not fill their slots (kRagged) are seen as whole slots of the dense arrays, of which all are alike, and up
+// to 2 * kVec - 2 columns beside them, each of which one lane works on by itself: what a lane does for a slot that is not
+// whole was measured to take its warp, and with it a cluster, a third of the time of a turn.
 #include <algorithm>
 
 #include "norm_bwd.cuh"
@@ -16,58 +20,59 @@
 namespace jaxnorm {
 namespace {
 
-inline constexpr int kStages =
-    3;  // more were measured to be slower: the first ones are then read before any is written
+// Rows are written that many turns after they were reduced. Clusters take longer to exchange their sums; but a turn of
+// wider types takes twice the time, and the memory.
+template <typename Op, bool kCluster>
+inline constexpr int kLag = kCluster && sizeof(typename Op::T) == 2 ? 2 : 1;
+// Rows in shared memory. More were measured to be slower in blocks: the first ones are then read before any is written.
+// Clusters, which stay for longer, have one more if there is room.
+template <typename Op, bool kCluster>
+inline constexpr int kStages = kLag<Op, kCluster> + 2;
 
-// What warps, and the blocks of a cluster, tell each other of even and of odd turns: one may be ahead by a turn.
-template <typename Sums>
-struct NormBwdShared {
-  Sums warps[2][kMaxThreads / kWarp];
-  Sums blocks[2][kMaxCluster];
-  uint64_t barriers[2];
+struct NormBwdPlan : RowsPlan {
+  // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged). So sets of
+  // rows_per_block rows are put in order of how they lie, in as many segments as there are ways, and this order is cut
+  // into a part for each block: it may have the end of a segment and the begin of the next. A segment has segment_sets
+  // sets, and one more if it is before segment_rest.
+  int segments = 1, segment_sets = 0, segment_rest = 0;
+  int stages = 0;  // rows in shared memory
+
+  // Rows of partial sums of each group.
+  __host__ __device__ __forceinline__ int Parts() const { return blocks + segments - 1; }
 };
 
-// A barrier of the threads of one row, of which a block has at most 15 that are wider than a warp.
-__device__ __forceinline__ void RowBarrier(int group, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
-}
-
-// Copies the slot at element `offset` of a dense array, where the array may end, to shared memory.
-template <typename T>
-__device__ __forceinline__ void CopyLast(uint32_t shared, const DeviceOperand<T>& array, int64_t offset) {
-  constexpr int kVec = kVecSize<T>;
-  Vec<T, kVec> values;
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) values.v[i] = offset + i < array.elements ? array.data[offset + i] : T();
-  StoreShared(shared, values);
-}
-
-// Of word w of a vector, those bits that belong to elements whose bit in `elements` is set.
-template <typename T>
-__device__ __forceinline__ uint32_t ElementMask(unsigned elements, int w) {
-  if constexpr (sizeof(T) == 2) {
-    return (elements >> 2 * w & 1 ? 0xffffu : 0u) | (elements >> 2 * w & 2 ? 0xffff0000u : 0u);
-  } else {
-    return elements >> w * sizeof(uint32_t) / sizeof(T) & 1 ? ~0u : 0u;
-  }
-}
-
+// Columns beside the whole slots of a row (kRagged), fewer than 2 * kVec: some before and some behind them. Each belongs
+// to one thread, which keeps what it needs of them in shared memory: of a column, this and a word of each array and stage.
+template <typename Acc>
+struct NormBwdEdge {
+  Acc scale, dscale, dbias, unused;
+};
+inline constexpr int kMaxEdgesPerThread = 4;  // as few threads leave shared memory for two blocks
 template <typename Op>
+inline constexpr int kEdges = Op::kMode == Mode::kRagged ? 2 * Op::kVec : 0;
+template <typename Op>
+__host__ __device__ __forceinline__ int EdgeRowBytes(int stages, int arrays) {
+  return kEdges<Op> * static_cast<int>(sizeof(NormBwdEdge<typename Op::Acc>) + sizeof(uint32_t) * stages * arrays);
+}
+
+template <typename Op, bool kCluster>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    NormBwdKernel(const __grid_constant__ Op op, const RowsPlan plan, typename Op::Acc* partials) {
+    NormBwdKernel(const __grid_constant__ Op op, const NormBwdPlan plan, typename Op::Acc* partials) {
   using Acc = typename Op::Acc;
   using V = typename Op::V;
   using Sums = typename Op::Sums;
   using T = typename Op::T;
   constexpr int kVec = Op::kVec, kSlots = Op::kSlots;
   constexpr bool kRagged = Op::kMode == Mode::kRagged, kPlain = Op::kMode == Mode::kPlain;
+  constexpr int kLag = jaxnorm::kLag<Op, kCluster>, kStages = jaxnorm::kStages<Op, kCluster>;
+  using Exchange = std::conditional_t<kCluster, ClusterExchange<Sums, kLag>, BlockExchange<Sums, kLag>>;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ NormBwdShared<Sums> shared;
+  __shared__ typename Exchange::Shared shared;
   static_assert(sizeof(shared) <= kStaticSharedBytes);
   int rank = 0;
   unsigned block = blockIdx.x, param_group = 0;
-  if (plan.cluster > 1) {
-    ClusterStart(&shared.barriers[0], &shared.barriers[1]);
+  Exchange::Start(shared, plan);
+  if constexpr (kCluster) {
     rank = static_cast<int>(block % plan.cluster);
     block /= plan.cluster;
   }
@@ -75,262 +80,286 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     param_group = block / plan.blocks;
     block %= plan.blocks;
   }
-  const int threads = plan.threads_per_row;
-  const int row_group = plan.rows_per_block > 1 ? threadIdx.x / threads : 0;
-  const int thread = threadIdx.x - row_group * threads;
-  const int step = plan.blocks * plan.rows_per_block;  // rows from turn to turn
-  const int block_row = block * plan.rows_per_block;
-  const int turns = plan.turns + (block_row < plan.rest ? 1 : 0);
-  const int own_turns = plan.turns + (block_row + row_group < plan.rest ? 1 : 0);
-  const auto inside = [&](int turn) { return turn < own_turns; };
-  const int64_t base = param_group * op.rows_per_group + block_row + row_group;
-  const auto index = [&](int turn) { return base + int64_t{turn} * step; };
-
-  // This thread's slots, which are the same columns in all of its rows: the step is a multiple of kVec rows (kRagged).
-  const int skew = op.Skew(base);
+  const int threads = plan.threads_per_row, set_rows = kCluster ? 1 : plan.rows_per_block;
+  const int block_thread = Kept(static_cast<int>(threadIdx.x));
+  const int row_group = set_rows > 1 ? block_thread / threads : 0;
+  const int thread = block_thread - row_group * threads;
   const int first_slot = rank * plan.part_slots + thread;
-  const int end = min((rank + 1) * plan.part_slots, op.Slots());
   const auto slot_of = [&](int j) { return first_slot + j * threads; };
-  const auto first_of = [&](int j) { return slot_of(j) * kVec - skew; };
-  const auto active = [&](int j) { return slot_of(j) < end; };
-  const bool wraps = kRagged && first_slot == 0 && op.Wraps(skew);
+  const int slot_step = threads * kVec;
 
   // In shared memory: slot j of array k of a stage, at constant distances so that addresses take few registers, and
-  // after all stages what continues in a row's first slot.
+  // after all stages the columns beside whole slots.
   constexpr uint32_t kSlotBytes = kBlockThreads * kVecBytes;
-  const uint32_t stage_bytes = kSlots * op.arrays * kSlotBytes;
+  const int stages = kCluster ? plan.stages : kStages;
+  const uint32_t stage_bytes = Kept(kSlots * op.arrays * kSlotBytes);
   const uint32_t shared_base = SharedAddress(shared_bytes);
-  const uint32_t own =
-      shared_base + threadIdx.x % kBlockThreads * kVecBytes + threadIdx.x / kBlockThreads * (kStages * stage_bytes);
+  const uint32_t own = Kept(shared_base + block_thread % kBlockThreads * kVecBytes +
+                            block_thread / kBlockThreads * (stages * stage_bytes));
   const auto at = [&](int place, int j, int k) { return own + place * stage_bytes + (k * kSlots + j) * kSlotBytes; };
-  const auto wrapped = [&](int place, int k) {
-    const uint32_t halves = (blockDim.x + kBlockThreads - 1) / kBlockThreads;
-    return shared_base + kStages * stage_bytes * halves +
-           ((place * op.arrays + k) * plan.rows_per_block + row_group) * kVecBytes;
+  using Edge = NormBwdEdge<Acc>;
+  const uint32_t own_edges = shared_base + stages * stage_bytes * ((blockDim.x + kBlockThreads - 1) / kBlockThreads) +
+                             row_group * EdgeRowBytes<Op>(stages, op.arrays);
+  const auto edge = [&](int e) { return own_edges + e * static_cast<int>(sizeof(Edge)); };
+  const auto edge_word = [&](int place, int e, int k) {
+    return edge(kEdges<Op>) + ((place * op.arrays + k) * kEdges<Op> + e) * static_cast<int>(sizeof(uint32_t));
   };
-  // Elements from the first one of the arrays to that of this thread's first slot: of the row to be copied next, and of
-  // the one to be stored next.
-  const int64_t step_elements = int64_t{step} * op.cols;
-  const int slot_step = threads * kVec;
-  int64_t copy_offset = base * op.cols + first_of(0), store_offset = copy_offset;
-  // Only the last row of all may end in a slot that is not all in the array.
-  const int cut_turn = kRagged && base + int64_t{own_turns - 1} * step + 1 == op.rows ? own_turns - 1 : -1;
-  const auto copy = [&](int turn, int place) {
-    if (Op::kGeneral && inside(turn)) {
-      const typename Op::Row row = op.Begin(index(turn));
-#pragma unroll
-      for (int k = 0; k < kMaxArrays; ++k) {
-        if (k == op.arrays) break;
-#pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-          if (active(j)) StoreShared(at(place, j, k), row.in[k].template Load<kVec>(first_of(j)));
-        }
-      }
-    } else if (inside(turn) && turn != cut_turn) {
-#pragma unroll
-      for (int k = 0; k < kMaxArrays; ++k) {
-        if (k == op.arrays) break;
-        const T* const from = op.Array(k).data + copy_offset;
-#pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-          if (active(j)) CopyAsync(at(place, j, k), from + j * slot_step);
-        }
-        if (wraps) CopyAsync(wrapped(place, k), from + op.Slots() * kVec);
-      }
-    } else if (inside(turn)) {
+  // The last threads of a row, since they have the fewest slots.
+  const int first_edge = rank == plan.cluster - 1 ? threads - 1 - thread : kEdges<Op>;
+
+  Exchange exchange(shared, plan, rank, row_group, block_thread);
+  int before = 0;  // rows of earlier segments
+
 #pragma unroll 1
-      for (int k = 0; k < op.arrays; ++k) {
+  for (int segment = 0; segment < (kRagged ? plan.segments : 1); ++segment) {
+    // Sets of rows_per_block rows, one in each turn: `first`, first + step, ...
+    int first = block, step = plan.blocks, turns = plan.turns + (block < plan.rest ? 1 : 0);
+    if constexpr (kRagged) {
+      const auto segment_begin = [&](int n) { return n * plan.segment_sets + min(n, plan.segment_rest); };
+      const int begin = block * plan.turns + min(static_cast<int>(block), plan.rest), stop = begin + turns;
+      const int here = segment_begin(segment), next = segment_begin(segment + 1);
+      if (here > stop || next <= begin) continue;
+      step = plan.segments;
+      turns = min(stop, next) - max(begin, here);
+      first = segment + (max(begin, here) - here) * step;
+    }
+    const int64_t base = param_group * op.rows_per_group + int64_t{first} * set_rows + row_group;
+    const int step_rows = step * set_rows;
+    const auto index = [&](int turn) { return base + int64_t{turn} * step_rows; };
+    const bool cut = set_rows > 1 && turns > 0 && index(turns - 1) >= (param_group + 1) * op.rows_per_group;
+    const int own_turns = cut ? turns - 1 : turns;
+    const auto inside = [&](int turn) { return turn < own_turns; };
+    // This thread's slots, which are the same columns in all rows of a segment.
+    const int head = op.Head(base);
+    const int slots = kRagged ? (op.cols - head) / kVec : op.Slots();
+    const int end = min((rank + 1) * plan.part_slots, slots);
+    const auto active = [&](int j) { return slot_of(j) < end; };
+    const auto first_of = [&](int j) { return slot_of(j) * kVec + head; };
+    // f(e, its column) for each e-th column beside whole slots that is this thread's.
+    const auto for_edges = [&](auto f) {
+      if constexpr (kRagged) {
+        const int edges = op.cols - slots * kVec;
 #pragma unroll 1
-        for (int j = 0; j < kSlots; ++j) {
-          if (active(j)) CopyLast(at(place, j, k), op.Array(k), copy_offset + j * slot_step);
-        }
-        if (wraps) CopyLast(wrapped(place, k), op.Array(k), copy_offset + op.Slots() * kVec);
+        for (int e = first_edge; e < edges; e += threads) f(e, e < head ? e : slots * kVec + e);
       }
-    }
-    copy_offset += step_elements;
-    CopyCommit();
-  };
-  // Which bits of a row's first and last slot are columns there, and which of what continues there.
-  using Bits = WordsOf<V>;
-  constexpr int kWords = sizeof(Bits) / sizeof(uint32_t);
-  const auto edge = [&](int j) {
-    return wrapped(kStages, 0) + (row_group * 4 + (slot_of(j) == 0 ? 0 : 2) - row_group) * kVecBytes;
-  };
-  if constexpr (!kPlain) {
-#pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-      if (!active(j) || op.Whole(first_of(j))) continue;
-      const auto [here, beside] = op.Parts(slot_of(j), skew);
-      Bits bits[2];
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        bits[0].w[w] = ElementMask<T>(here, w);
-        bits[1].w[w] = ElementMask<T>(beside, w);
-      }
-      StoreShared(edge(j), bits[0]);
-      StoreShared(edge(j) + kVecBytes, bits[1]);
-    }
-  }
-  // Puts the columns that a slot has beside those in memory at its place, or 0.
-  const auto complete = [&](int place) {
-    if constexpr (!kPlain) {
-#pragma unroll
-      for (int j = 0; j < kSlots; ++j) {
-        if (!active(j) || op.Whole(first_of(j))) continue;
-        const auto here = LoadShared<Bits>(edge(j)), beside = LoadShared<Bits>(edge(j) + kVecBytes);
+    };
+    // A column beside whole slots, which may share its word with another one; `head` is odd if the row's start is.
+    constexpr int kPerWord = sizeof(T) < sizeof(uint32_t) ? sizeof(uint32_t) / sizeof(T) : 1;
+    const auto odd_of = [&](int column) { return static_cast<unsigned>(head + column) % kPerWord; };
+    const auto load_edge = [&](int place, int e, int k, int column) {
+      auto word = LoadShared<WordsOf<Vec<T, kPerWord>>>(edge_word(place, e, k));
+      if constexpr (kPerWord == 2) word.w[0] >>= odd_of(column) * 16;
+      return ToAcc(std::bit_cast<Vec<T, kPerWord>>(word).v[0]);
+    };
+    // This thread's first slot in the row to be copied next, of x, and in the one to be written next.
+    const int64_t step_elements = int64_t{step_rows} * op.cols;
+    const T* from = op.x.data + (base * op.cols + first_of(0));
+    T* to = op.dx + (base * op.cols + first_of(0));
+    const auto copy = [&](int turn, int place) {
+      if (Op::kGeneral && inside(turn)) {
+        const typename Op::Row row = op.Begin(index(turn));
 #pragma unroll
         for (int k = 0; k < kMaxArrays; ++k) {
-          if (k == op.arrays) break;
-          auto words = LoadShared<Bits>(at(place, j, k));
-          const Bits more = j == 0 && wraps ? LoadShared<Bits>(wrapped(place, k)) : Bits();
+          if (!op.Has(k)) break;
 #pragma unroll
-          for (int w = 0; w < kWords; ++w) words.w[w] = (words.w[w] & here.w[w]) | (more.w[w] & beside.w[w]);
-          StoreShared(at(place, j, k), words);
+          for (int j = 0; j < kSlots; ++j) {
+            if (active(j)) StoreShared(at(place, j, k), op.Columns(row.in[k], first_of(j)));
+          }
+        }
+      } else if (inside(turn)) {
+#pragma unroll
+        for (int k = 0; k < kMaxArrays; ++k) {
+          if (!op.Has(k)) break;
+#pragma unroll
+          for (int j = 0; j < kSlots; ++j) {
+            if (active(j)) CopyAsync(at(place, j, k), op.Beside(from, k) + j * slot_step);
+          }
+        }
+        for_edges([&](int e, int column) {
+          // The word that has it, but for the last one of all if that is half beyond the arrays.
+          const int odd = odd_of(column);
+          const bool last = column + 1 == op.cols && odd + 1 < kPerWord && index(turn) + 1 == op.rows;
+          const int bytes = last ? sizeof(T) : sizeof(uint32_t);
+#pragma unroll
+          for (int k = 0; k < kMaxArrays; ++k) {
+            if (!op.Has(k)) break;
+            CopyWordAsync(edge_word(place, e, k), op.Beside(from, k) + (column - first_of(0) - odd), bytes);
+          }
+        });
+      }
+      from += step_elements;
+      CopyCommit();
+    };
+    // Until a row is there. As many have been copied by then as there are stages, and one more for each written row.
+    const auto wait = [&](int turn) {
+      if (turn == 0) {
+        CopyWait<kStages - 1>();
+      } else if (kCluster && stages > kStages) {
+        CopyWait<kStages - kLag>();
+      } else {
+        CopyWait<kStages - kLag - 1>();
+      }
+    };
+
+    // Parameters first: behind rows they would take longer than those.
+    Acc scale[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) scale[j][i] = dscale[j][i] = dbias[j][i] = 0;
+      if (active(j)) op.Scale(param_group, first_of(j), scale[j]);
+    }
+    // Of row turn - kLag and the next ones.
+    constexpr int kKnown = 3;
+    typename Op::Statistics statistics[kKnown];
+#pragma unroll
+    for (int n = 0; n < kKnown; ++n) statistics[n] = op.StatisticsOf(index(n - kLag), n >= kLag && inside(n - kLag));
+    int64_t later = index(kKnown - kLag);
+    for (int place = 0; place < stages; ++place) copy(place, place);
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) op.Offset(scale[j]);
+    for_edges([&](int e, int column) {
+      Acc factor = op.Scale(param_group, column);
+      op.Offset(factor);
+      StoreShared(edge(e), Edge{factor, 0, 0, 0});
+    });
+    if (before == 0) exchange.Meet();
+
+    // A turn reduces row `turn`, and writes the one that was reduced kLag turns ago.
+    int place = 0, written_place = 0;
+    Sums sums = Sums::Identity();
+#pragma unroll 1
+    for (int turn = 0; turn < turns + kLag; ++turn) {
+      const auto upcoming = op.StatisticsOf(later, inside(turn - kLag + kKnown));
+      later += step_rows;
+      Sums own_sums = Sums::Identity();
+      if (turn < turns) {
+        wait(turn);
+        if (inside(turn)) {
+          const typename Op::Row row = op.Begin(index(turn));
+#pragma unroll
+          for (int j = 0; j < kSlots; ++j) {
+            if (!active(j)) continue;
+            op.Reduce(row, statistics[kLag], first_of(j), LoadShared<V>(at(place, j, 0)),
+                      LoadShared<V>(at(place, j, 1)), scale[j], own_sums, dscale[j], dbias[j]);
+          }
+          for_edges([&](int e, int column) {
+            auto gathered = LoadShared<Edge>(edge(e));
+            op.Reduce(statistics[kLag], load_edge(place, e, 0, column), load_edge(place, e, 1, column), gathered.scale,
+                      own_sums, gathered.dscale, gathered.dbias);
+            StoreShared(edge(e), gathered);
+          });
+        }
+        if (op.need_x) own_sums = exchange.Put(own_sums, before + turn);
+        place = place + 1 == stages ? 0 : place + 1;
+      }
+      const int written = turn - kLag;
+      if (written >= 0) {
+        if (op.need_x) {
+          const auto final = op.Finish(exchange.End(sums, before + written));
+          if (inside(written)) {
+            const typename Op::Row row = op.Begin(index(written));
+#pragma unroll
+            for (int j = 0; j < kSlots; ++j) {
+              if (!active(j)) continue;
+              Acc out[kVec];
+              op.Dx(row, statistics[0], first_of(j), LoadShared<V>(at(written_place, j, 0)),
+                    LoadShared<V>(at(written_place, j, 1)), scale[j], final, out);
+              if (op.Has(2)) op.Add(LoadShared<V>(at(written_place, j, 2)), out);
+              if constexpr (Op::kGeneral) {
+                op.Store(to + j * slot_step, first_of(j), out);
+              } else {
+                jaxnorm::Store(to + j * slot_step, RoundVec<T>(out));
+              }
+            }
+            for_edges([&](int e, int column) {
+              Acc out = op.Dx(statistics[0], load_edge(written_place, e, 0, column),
+                              load_edge(written_place, e, 1, column), LoadShared<Edge>(edge(e)).scale, final, true);
+              if (op.Has(2)) out += load_edge(written_place, e, 2, column);
+              to[column - first_of(0)] = FromAcc<T>(out);
+            });
+          }
+        }
+        to += step_elements;
+        copy(written + stages, written_place);
+        written_place = written_place + 1 == stages ? 0 : written_place + 1;
+      }
+      if (op.need_x && turn < turns) exchange.Begin(before + turn);
+      sums = own_sums;
+#pragma unroll
+      for (int n = 0; n < kKnown - 1; ++n) statistics[n] = statistics[n + 1];
+      statistics[kKnown - 1] = upcoming;
+    }
+    before += turns;
+    const int outputs = op.Outputs();
+    if (outputs == 0) continue;
+
+    // One row of sums for each block and segment: [outputs][cols].
+    const auto put = [&](Acc* to, int j, const Acc(&values)[kVec]) {
+      if (kPlain) {
+#pragma unroll
+        for (int i = 0; i < kVec; i += kVecSize<Acc>) {
+          Vec<Acc, kVecSize<Acc>> vector;
+#pragma unroll
+          for (int k = 0; k < kVecSize<Acc>; ++k) vector.v[k] = values[i + k];
+          *reinterpret_cast<Vec<Acc, kVecSize<Acc>>*>(to + first_of(j) + i) = vector;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (first_of(j) + i < op.cols) to[first_of(j) + i] = values[i];
         }
       }
-    }
-  };
-
-  for (int place = 0; place < kStages; ++place) copy(place, place);
-  auto now = op.StatisticsOf(index(0), inside(0)), next = op.StatisticsOf(index(1), inside(1));
-  Acc scale[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
-#pragma unroll
-  for (int j = 0; j < kSlots; ++j) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) scale[j][i] = dscale[j][i] = dbias[j][i] = 0;
-    if (active(j)) op.Scale(param_group, slot_of(j), skew, scale[j]);
-  }
-  if (plan.cluster > 1) ClusterWait();
-
-  const int warps = threads / kWarp, lane = threadIdx.x % kWarp, warp_of_row = lane & (warps > 8 ? 15 : 7);
-  constexpr uint32_t kTurnBytes = sizeof(shared.warps[0]);  // from even to odd turns
-  const uint32_t own_sums = SharedAddress(&shared.warps[0][threadIdx.x / kWarp]);
-  const uint32_t row_sums = SharedAddress(&shared.warps[0][row_group * warps + warp_of_row]);
-  // The sums of a row over the lanes that share it; other warps find them in shared memory after the next barrier.
-  const auto reduce = [&](int turn, int place, const typename Op::Statistics& statistics) {
-    auto sums = Sums::Identity();
-    complete(place);
-    if (inside(turn)) {
-      const typename Op::Row row = op.Begin(index(turn));
+    };
+    const auto put_all = [&](Acc* to) {
 #pragma unroll
       for (int j = 0; j < kSlots; ++j) {
         if (!active(j)) continue;
-        op.Reduce(row, statistics, first_of(j), LoadShared<V>(at(place, j, 0)), LoadShared<V>(at(place, j, 1)),
-                  scale[j], sums, dscale[j], dbias[j]);
+        if (op.need_scale) put(to, j, dscale[j]);
+        if (op.need_bias) put(to + (op.need_scale ? op.cols : 0), j, dbias[j]);
       }
+      for_edges([&](int e, int column) {
+        const auto gathered = LoadShared<Edge>(edge(e));
+        if (op.need_scale) to[column] = gathered.dscale;
+        if (op.need_bias) to[column + (op.need_scale ? op.cols : 0)] = gathered.dbias;
+      });
+    };
+    const int width = outputs * op.cols;
+    Acc* const out = partials + (int64_t{param_group} * plan.Parts() + block + segment) * width;
+    if (set_rows == 1) {
+      put_all(out);
+      continue;
     }
-    if (!op.need_x) return sums;
-    if (threads < kWarp) return Sums::MergeLanes(sums, threads);
-    sums = Sums::MergeLanes(sums, kWarp);
-    if (threads > kWarp && lane == 0) StoreShared(own_sums + (turn & 1) * kTurnBytes, sums);
-    return sums;
-  };
-
-  int place = 0;
-  CopyWait<kStages - 2>();
-  Sums sums = reduce(0, 0, now);
-#pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-    const int parity = turn & 1;
-    if (op.need_x && threads > kWarp) {
-      RowBarrier(row_group, threads);
-      sums = warp_of_row < warps ? LoadShared<Sums>(row_sums + parity * kTurnBytes) : Sums::Identity();
-      if (warps > 8) sums = Sums::Merge(sums, ShuffleXor(sums, 8));
-      sums = Sums::MergeLanes(sums, 8);
-      if (plan.cluster > 1 && threadIdx.x < plan.cluster) {
-        SendToPeer(&shared.blocks[parity][rank], &shared.barriers[parity], threadIdx.x, sums);
-      }
-    }
-    const auto upcoming = op.StatisticsOf(index(turn + 2), inside(turn + 2));
-    CopyWait<kStages - 2>();
-    const int next_place = place + 1 == kStages ? 0 : place + 1;
-    Sums next_sums;
-    if (turn + 1 < turns) next_sums = reduce(turn + 1, next_place, next);
-    if (op.need_x) {
-      if (plan.cluster > 1) {
-        ReceiveFromPeers(&shared.barriers[parity], plan.cluster * static_cast<int>(sizeof(Sums)), turn >> 1 & 1);
-        sums = Sums::MergeLanes(lane < plan.cluster ? shared.blocks[parity][lane] : Sums::Identity(), kWarp);
-      }
-      if (inside(turn)) {
-        const typename Op::Row row = op.Begin(index(turn));
-        const auto final = op.Finish(sums);
+    // The rows of a block leave their sums in the memory that the stages had. Those of a warp are summed first, if
+    // their slots have the same columns.
+    int sets = set_rows, set = row_group;
+    bool writes = true;
+    if (kPlain && threads < kWarp) {
 #pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-          if (!active(j)) continue;
-          Acc out[kVec];
-          op.Dx(row, now, first_of(j), LoadShared<V>(at(place, j, 0)), LoadShared<V>(at(place, j, 1)), scale[j], final,
-                out);
-          if (op.arrays == kMaxArrays) op.Add(LoadShared<V>(at(place, j, 2)), out);
-          op.Store(op.dx + (store_offset + j * slot_step), slot_of(j), skew, out);
+      for (int j = 0; j < kSlots; ++j) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          for (int offset = threads; offset < kWarp; offset *= 2) {
+            dscale[j][i] += __shfl_xor_sync(kAllLanes, dscale[j][i], offset);
+            dbias[j][i] += __shfl_xor_sync(kAllLanes, dbias[j][i], offset);
+          }
         }
       }
+      sets = blockDim.x / kWarp;
+      set = threadIdx.x / kWarp;
+      writes = threadIdx.x % kWarp < threads;
     }
-    store_offset += step_elements;
-    copy(turn + kStages, place);
-    place = next_place;
-    sums = next_sums;
-    now = next;
-    next = upcoming;
-  }
-  const int outputs = op.Outputs();
-  if (outputs == 0) return;
-
-  // One row of sums for each block: [outputs][cols].
-  const auto put = [&](Acc* to, int j, const Acc(&values)[kVec]) {
-    if (kPlain) {
-#pragma unroll
-      for (int i = 0; i < kVec; i += kVecSize<Acc>) {
-        Vec<Acc, kVecSize<Acc>> vector;
-#pragma unroll
-        for (int k = 0; k < kVecSize<Acc>; ++k) vector.v[k] = values[i + k];
-        *reinterpret_cast<Vec<Acc, kVecSize<Acc>>*>(to + first_of(j) + i) = vector;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (const int column = op.Column(slot_of(j), skew, i); column < op.cols) to[column] = values[i];
-      }
+    CopyWait<0>();
+    __syncthreads();
+    auto* const total = reinterpret_cast<Acc*>(shared_bytes);
+    if (writes) put_all(total + set * width);
+    __syncthreads();
+    for (int c = threadIdx.x; c < width; c += blockDim.x) {
+      Acc sum = total[c];
+      for (int s = 1; s < sets; ++s) sum += total[s * width + c];
+      out[c] = sum;
     }
-  };
-  const auto put_all = [&](Acc* to) {
-#pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-      if (!active(j)) continue;
-      if (op.need_scale) put(to, j, dscale[j]);
-      if (op.need_bias) put(to + (op.need_scale ? op.cols : 0), j, dbias[j]);
-    }
-  };
-  Acc* const out = partials + (param_group * plan.blocks + block) * outputs * op.cols;
-  if (plan.rows_per_block == 1) return put_all(out);
-  // The rows of a block leave their sums in the memory that the stages had. Those of a warp are summed first, if their
-  // slots have the same columns.
-  int sets = plan.rows_per_block, set = row_group;
-  bool writes = true;
-  if (kPlain && threads < kWarp) {
-#pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        for (int offset = threads; offset < kWarp; offset *= 2) {
-          dscale[j][i] += __shfl_xor_sync(kAllLanes, dscale[j][i], offset);
-          dbias[j][i] += __shfl_xor_sync(kAllLanes, dbias[j][i], offset);
-        }
-      }
-    }
-    sets = blockDim.x / kWarp;
-    set = threadIdx.x / kWarp;
-    writes = threadIdx.x % kWarp < threads;
-  }
-  CopyWait<0>();
-  __syncthreads();
-  auto* const total = reinterpret_cast<Acc*>(shared_bytes);
-  const int width = outputs * op.cols;
-  if (writes) put_all(total + set * width);
-  __syncthreads();
-  for (int c = threadIdx.x; c < width; c += blockDim.x) {
-    Acc sum = total[c];
-    for (int s = 1; s < sets; ++s) sum += total[s * width + c];
-    out[c] = sum;
+    __syncthreads();  // the next segment's rows are copied there
   }
 }
 
@@ -341,70 +370,69 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
                          ffi::AnyBuffer scratch) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
-  const int slots = op.Slots(), outputs = op.Outputs();
-  // What continues in first slots, and the bits of first and last ones: of a row.
-  const int row_edge_bytes = Op::kMode == Mode::kPlain ? 0 : (kStages * op.arrays + 4) * kVecBytes;
-  // Of a block: three arrays of float32 leave no room for all threads, and some devices have little for any.
-  const int room = device.max_shared_bytes - kStaticSharedBytes;
-  const int thread_bytes = kStages * Op::kSlots * op.arrays * kVecBytes;
-  const int max_threads = kMaxThreads * thread_bytes + row_edge_bytes <= room ? kMaxThreads : kBlockThreads;
-  const int max_part = max_threads * Op::kSlots;
-  // Rows that fit no cluster; and those of which L2 can hold all, unless one block has a row for itself.
-  const int64_t input_bytes = args.shape.size() * 2 * static_cast<int64_t>(sizeof(T));
-  RowsPlan plan;
+  // Of up to kBlockThreads threads; and of twice as many, if they fit.
+  const int stage_bytes = Op::kSlots * op.arrays * kVecBytes * kBlockThreads;
+  const auto edge_bytes = [&](int stages) { return EdgeRowBytes<Op>(stages, op.arrays); };
+  constexpr int kStages = jaxnorm::kStages<Op, true>;
+  const int room = device.max_shared_bytes - kStaticSharedBytes - edge_bytes(kStages + 1);
+  const int max_part = (2 * kStages * stage_bytes <= room ? kMaxThreads : kBlockThreads) * Op::kSlots;
+  const int slots = Op::kMode == Mode::kRagged ? op.cols / Op::kVec : op.Slots(), outputs = op.Outputs();
+  // Rows that fit no cluster, or too few of them.
+  NormBwdPlan plan;
   int at_once = 0;
-  while (plan.cluster < kMaxCluster && CeilDiv(slots, plan.cluster) > max_part) plan.cluster *= 2;
-  if (plan.cluster > 1) at_once = ActiveClusters<NormBwdKernel<Op>>(device, kMaxThreads, plan.cluster);
-  if (plan.cluster > 1 &&
-      (CeilDiv(slots, plan.cluster) > max_part || at_once == 0 || input_bytes <= device.l2_bytes / 4 * 3)) {
-    return LaunchNormBwdLong(device, stream, op, args, scratch);
+  plan.cluster = static_cast<int>(std::clamp<int64_t>(CeilDiv(slots, max_part), 1, kMaxCluster + 1));
+  if (plan.cluster > 1) {
+    if (plan.cluster <= kMaxCluster && kStages * stage_bytes <= room) {
+      at_once = ActiveClusters<NormBwdKernel<Op, true>>(device, kMaxThreads, plan.cluster);
+    }
+    if (at_once == 0 || op.rows < 2 * at_once) return LaunchNormBwdLong(device, stream, op, args, scratch);
   }
   plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
-  const int64_t wanted = CeilDiv(plan.part_slots, Op::kSlots);
+  const int64_t wanted = std::max<int64_t>(CeilDiv(plan.part_slots, Op::kSlots), kEdges<Op> / kMaxEdgesPerThread);
   plan.threads_per_row = static_cast<int>(wanted > kWarp ? CeilDiv(wanted, kWarp) * kWarp : NextPowerOfTwo(wanted));
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   const int threads = plan.threads_per_row * plan.rows_per_block;
-  const int shared_bytes = static_cast<int>(CeilDiv(threads, kBlockThreads) * kBlockThreads) * thread_bytes +
-                           row_edge_bytes * plan.rows_per_block;
-  if constexpr (!Op::kGeneral) {  // which has fewer slots for each thread
-    if (shared_bytes > room) return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
-  }
   if (plan.cluster == 1) at_once = device.sms * (threads <= kBlockThreads ? 2 : 1);
-  // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged).
-  const int64_t unit =
-      Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
-  int64_t most = CeilDiv(op.rows_per_group, plan.rows_per_block);
+  // Each block leaves a row of partial sums for each segment that it has rows of, so as few as run at once.
+  const int64_t sets = CeilDiv(op.rows_per_group, plan.rows_per_block);
+  JAXNORM_CHECK(sets < INT32_MAX);
+  if (Op::kMode == Mode::kRagged) {
+    plan.segments = Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block);
+  }
+  int64_t most = sets;
   if (outputs > 0) {
     const int64_t row_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
-    const int64_t room = static_cast<int64_t>(scratch.size_bytes()) / row_bytes;
-    JAXNORM_CHECK(room > 0);
-    most = std::min(most, room);
+    const int64_t parts = static_cast<int64_t>(scratch.size_bytes()) / row_bytes;
+    JAXNORM_CHECK(parts > 0);
+    most = std::min(most, parts - plan.segments + 1);
   }
-  if (most < unit) return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
-  // Each block leaves a row of partial sums, so as few as run at once: or, if those are no multiple of `unit`, as many
-  // as take few rounds. Weighed by the bytes of each column: of rows, and of partial sums written and read.
-  int64_t blocks = std::min<int64_t>(most / unit * unit, at_once);
-  int64_t least = INT64_MAX;
-  for (int64_t n = unit; blocks % unit != 0 && n <= std::min<int64_t>(most, 8 * at_once); n += unit) {
-    const int64_t rows = CeilDiv(op.rows_per_group, n * plan.rows_per_block) * plan.rows_per_block;
-    const int64_t bytes = CeilDiv(n, at_once) * int64_t{3 * sizeof(T) * rows + 4 * sizeof(Acc)};
-    if (bytes >= least) continue;
-    least = bytes;
-    plan.blocks = static_cast<int>(n);
+  if (most <= 0 || sets < plan.segments || op.cols < kEdges<Op>) {  // shorter rows would be nothing but edges
+    return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
   }
-  if (blocks % unit == 0) plan.blocks = static_cast<int>(blocks);
-  const int64_t step = int64_t{plan.blocks} * plan.rows_per_block;
-  JAXNORM_CHECK(op.rows_per_group / step < INT32_MAX);
-  plan.turns = static_cast<int>(op.rows_per_group / step);
-  plan.rest = static_cast<int>(op.rows_per_group % step);
-  Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
-               .threads = threads,
-               .shared_bytes = shared_bytes,
-               .cluster = plan.cluster};
+  plan.blocks = static_cast<int>(std::min<int64_t>(most, at_once));
+  plan.turns = static_cast<int>(sets / plan.blocks);
+  plan.rest = static_cast<int>(sets % plan.blocks);
+  plan.segment_sets = static_cast<int>(sets / plan.segments);
+  plan.segment_rest = static_cast<int>(sets % plan.segments);
+
+  const int halves = static_cast<int>(CeilDiv(threads, kBlockThreads));
+  plan.stages = jaxnorm::kStages<Op, false>;
+  if (plan.cluster > 1) plan.stages = (kStages + 1) * halves * stage_bytes <= room ? kStages + 1 : kStages;
+  const Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
+                     .threads = threads,
+                     .shared_bytes = plan.stages * halves * stage_bytes + plan.rows_per_block * edge_bytes(plan.stages),
+                     .cluster = plan.cluster};
+  if constexpr (!Op::kGeneral) {  // which has fewer slots for each thread: some devices have little shared memory
+    if (grid.shared_bytes > device.max_shared_bytes - kStaticSharedBytes) {
+      return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
+    }
+  }
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
-  JAXNORM_RETURN_IF_ERROR(Launch<NormBwdKernel<Op>>(device, stream, grid, "norm_bwd", op, plan, partials));
-  if (outputs == 0) return ffi::Error::Success();
-  return LaunchSum(device, stream, op, args, partials, plan.blocks);
+  ffi::Error status = plan.cluster > 1
+                          ? Launch<NormBwdKernel<Op, true>>(device, stream, grid, "norm_bwd", op, plan, partials)
+                          : Launch<NormBwdKernel<Op, false>>(device, stream, grid, "norm_bwd", op, plan, partials);
+  if (status.failure() || outputs == 0) return status;
+  return LaunchSum(device, stream, op, args, partials, plan.Parts());
 }
 
 ffi::Error NormBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArgs rest,

@@ -43,6 +43,7 @@ struct NormBwd {
   DeviceParameter<T> scale;
   Acc scale_offset, inverse_cols;
   T* dx;
+  int64_t to_dy, to_dsum;  // bytes from x
 
   explicit NormBwd(const NormBwdArgs& args)
       : rows(args.shape.rows()),
@@ -61,48 +62,31 @@ struct NormBwd {
         mean(args.mean, args.shape.rows()),
         rstd(args.rstd, args.shape.rows()),
         scale(args.scale, narrow),
-        scale_offset(static_cast<Acc>(args.scale_offset)),
+        scale_offset(args.scale ? static_cast<Acc>(args.scale_offset) : Acc(0)),
         inverse_cols(Acc(1) / static_cast<Acc>(cols)),
-        dx(static_cast<T*>(args.dx)) {}
+        dx(static_cast<T*>(args.dx)),
+        to_dy(reinterpret_cast<intptr_t>(args.dy.data) - reinterpret_cast<intptr_t>(args.x.data)),
+        to_dsum(reinterpret_cast<intptr_t>(args.dsum.data) - reinterpret_cast<intptr_t>(args.x.data)) {}
 
   __host__ __device__ __forceinline__ int Outputs() const { return (need_scale ? 1 : 0) + (need_bias ? 1 : 0); }
   __host__ __device__ __forceinline__ int Slots() const { return (cols + kVec - 1) / kVec; }
 
   // ---- Columns and slots ----
-  //
-  // Slots are those of the dense arrays, which are aligned (kRagged), or of the columns (others). A row that begins
-  // within a slot may touch one slot more than it fills: its columns there belong to the first slot, whose elements
-  // before the row's begin are free.
 
-  __device__ __forceinline__ int Skew(int64_t index) const {
-    return kMode == Mode::kRagged ? static_cast<int>(index * cols % kVec) : 0;
-  }
-  // Of element i of a slot; cols or more if it has none.
-  __device__ __forceinline__ int Column(int slot, int skew, int i) const {
-    const int column = slot * kVec - skew + i;
-    return column < 0 ? column + Slots() * kVec : column;
-  }
-  __device__ __forceinline__ bool Wraps(int skew) const { return skew + cols > Slots() * kVec; }
-  // Bit i: element i of a slot is a column that lies there in memory; and, one that lies in the slot after the last one.
-  struct SlotParts {
-    unsigned here, beside;
-  };
-  __device__ __forceinline__ SlotParts Parts(int slot, int skew) const {
-    constexpr unsigned kAll = (1u << kVec) - 1;
-    const int first = slot * kVec - skew;
-    const unsigned here = kAll << max(-first, 0) & kAll >> max(first + kVec - cols, 0) & kAll;
-    if (first >= 0) return {here, 0};
-    const int left = cols + skew - Slots() * kVec;
-    return {here, left > 0 ? (1u << left) - 1 : 0};
+  // How many columns a row has before its first whole slot of the dense arrays, which are aligned (kRagged).
+  __device__ __forceinline__ int Head(int64_t index) const {
+    return kMode == Mode::kRagged ? (kVec - static_cast<int>(index * cols % kVec)) % kVec : 0;
   }
   // Whether a slot's elements are as many columns in a row; `first` is that of element 0.
-  __device__ __forceinline__ bool Whole(int first) const {
-    return kMode == Mode::kPlain || (first >= 0 && first + kVec <= cols);
-  }
+  __device__ __forceinline__ bool Whole(int first) const { return kMode == Mode::kPlain || first + kVec <= cols; }
 
   // ---- Rows ----
 
-  __device__ __forceinline__ const DeviceOperand<T>& Array(int k) const { return k == 0 ? x : k == 1 ? dy : dsum; }
+  __device__ __forceinline__ bool Has(int k) const { return k < 2 || arrays == kMaxArrays; }
+  // Where array k has what x has at `p`, if both are dense.
+  __device__ __forceinline__ const T* Beside(const T* p, int k) const {
+    return k == 0 ? p : reinterpret_cast<const T*>(reinterpret_cast<const char*>(p) + (k == 1 ? to_dy : to_dsum));
+  }
 
   struct Row {
     OperandRow<T> in[kMaxArrays];
@@ -124,6 +108,24 @@ struct NormBwd {
     return r;
   }
 
+  // Columns [first, first + kVec) of an array's row, wherever it begins; 0 beside the row.
+  __device__ __forceinline__ V Columns(const OperandRow<T>& row, int first) const {
+    if constexpr (kMode == Mode::kPlain) {
+      return jaxnorm::Load(row.row + first);
+    } else if constexpr (kMode == Mode::kRagged) {
+      return LoadColumns<T, kVec, /*kAligned=*/false>(row.row, first, cols);
+    } else {
+      auto values = row.template Load<kVec>(first);
+      if (!Whole(first)) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (first + i >= cols) values.v[i] = FromAcc<T>(Acc(0));
+        }
+      }
+      return values;
+    }
+  }
+
   struct Statistics {
     Acc mean, rstd;
 
@@ -143,25 +145,26 @@ struct NormBwd {
     return s;
   }
 
-  // scale + scale_offset of a slot.
-  __device__ __forceinline__ void Scale(int64_t group, int slot, int skew, Acc (&out)[kVec]) const {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) out[i] = 1;
-    if (scale.data == nullptr) return;
-    const void* row = scale.Row(group);
-    const int first = slot * kVec - skew;
-    if (kMode == Mode::kPlain && IsVecAligned(row)) {
+  // The scale of a slot or of one column, 1 where there is none. Its offset is added after that, so that nothing has to
+  // wait for loads yet.
+  __device__ __forceinline__ void Scale(int64_t group, int first, Acc (&out)[kVec]) const {
+    if (const void* row = scale.data == nullptr ? nullptr : scale.Row(group);
+        kMode == Mode::kPlain && row != nullptr && IsVecAligned(row)) {
       DeviceParameter<T>::template Load</*kAligned=*/true>(narrow, row, first, cols, out);
     } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const int column = Column(slot, skew, i);
-        if (column >= cols) continue;
-        out[i] = narrow ? ToAcc(static_cast<const T*>(row)[column]) : static_cast<const Acc*>(row)[column];
-      }
+      for (int i = 0; i < kVec; ++i) out[i] = first + i < cols ? Scale(group, first + i) : Acc(1);
     }
+  }
+  __device__ __forceinline__ Acc Scale(int64_t group, int column) const {
+    if (scale.data == nullptr) return 1;
+    const void* row = scale.Row(group);
+    return narrow ? ToAcc(static_cast<const T*>(row)[column]) : static_cast<const Acc*>(row)[column];
+  }
+  __device__ __forceinline__ void Offset(Acc& factor) const { factor += scale_offset; }
+  __device__ __forceinline__ void Offset(Acc (&factors)[kVec]) const {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) out[i] += scale_offset;
+    for (int i = 0; i < kVec; ++i) factors[i] += scale_offset;
   }
 
   // Bit i: the mask keeps element i of a slot.
@@ -174,7 +177,16 @@ struct NormBwd {
     return keep;
   }
 
-  // Adds what one slot contributes, in which x and dy are 0 where it has no column.
+  // Adds what one column contributes.
+  __device__ __forceinline__ void Reduce(const Statistics& statistics, Acc x, Acc dy, Acc sc, Sums& sums, Acc& dscale,
+                                         Acc& dbias) const {
+    const Acc xhat = statistics.Xhat(x), w = dy * sc;
+    dbias += dy;
+    dscale = fma(dy, xhat, dscale);
+    sums.v[kW] += w;
+    sums.v[kProduct] = fma(w, xhat, sums.v[kProduct]);
+  }
+  // Or a slot, in which x and dy are 0 where it has no column.
   __device__ __forceinline__ void Reduce(const Row& row, const Statistics& statistics, int first, const V& x,
                                          const V& dy, const Acc (&sc)[kVec], Sums& sums) const {
     Acc ignored[2][kVec] = {};
@@ -187,13 +199,7 @@ struct NormBwd {
     ToAccAll(x, xs);
     ToAccAll(dy, g);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const Acc xhat = statistics.Xhat(xs[i]), w = g[i] * sc[i];
-      dbias[i] += g[i];
-      dscale[i] = fma(g[i], xhat, dscale[i]);
-      sums.v[kW] += w;
-      sums.v[kProduct] = fma(w, xhat, sums.v[kProduct]);
-    }
+    for (int i = 0; i < kVec; ++i) Reduce(statistics, xs[i], g[i], sc[i], sums, dscale[i], dbias[i]);
     if constexpr (kGeneral) {
       if (mask.data != nullptr) sums.v[kCount] += __popc(Keep(row, first));
     }
@@ -211,6 +217,18 @@ struct NormBwd {
     return {center ? sums.v[kW] * inverse : Acc(0), sums.v[kProduct] * inverse};
   }
 
+  // Of one column. For the 16-bit types, (c1 + xhat * c2) is one instruction.
+  __device__ __forceinline__ Acc Dx(const Statistics& statistics, Acc x, Acc dy, Acc sc, const Final& final,
+                                    bool keep) const {
+    const Acc slope = -statistics.rstd * final.c2;
+    Acc drift;
+    if constexpr (sizeof(T) == 2) {
+      drift = fma(x, slope, fma(-statistics.mean, slope, -final.c1));
+    } else {
+      drift = fma(x - statistics.mean, slope, -final.c1);
+    }
+    return fma(dy, sc, keep ? drift : Acc(0)) * statistics.rstd;
+  }
   __device__ __forceinline__ void Dx(const Row& row, const Statistics& statistics, int first, const V& x, const V& dy,
                                      const Acc (&sc)[kVec], const Final& final, Acc (&out)[kVec]) const {
     const unsigned keep = Keep(row, first);
@@ -219,9 +237,7 @@ struct NormBwd {
     ToAccAll(dy, g);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      Acc inner = fma(statistics.Xhat(xs[i]), final.c2, final.c1);
-      if (kGeneral && !(keep >> i & 1)) inner = 0;
-      out[i] = fma(g[i], sc[i], -inner) * statistics.rstd;
+      out[i] = Dx(statistics, xs[i], g[i], sc[i], final, !kGeneral || (keep >> i & 1) != 0);
     }
   }
 
@@ -232,19 +248,15 @@ struct NormBwd {
     for (int i = 0; i < kVec; ++i) out[i] += added[i];
   }
 
-  // `to` is where element 0 of the slot belongs.
-  __device__ __forceinline__ void Store(T* to, int slot, int skew, const Acc (&values)[kVec]) const {
+  // `to` is where column `first` belongs.
+  __device__ __forceinline__ void Store(T* to, int first, const Acc (&values)[kVec]) const {
     const V rounded = RoundVec<T>(values);
-    const int first = slot * kVec - skew;
     if (kMode == Mode::kPlain || (Whole(first) && IsVecAligned(to))) {
       jaxnorm::Store(to, rounded);
     } else {
-      const auto [here, beside] = Parts(slot, skew);
-      T* const after = to + Slots() * kVec;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        if (here >> i & 1) to[i] = rounded.v[i];
-        if (beside >> i & 1) after[i] = rounded.v[i];
+        if (first + i < cols) to[i] = rounded.v[i];
       }
     }
   }
@@ -316,7 +328,7 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
                                                   width, total, log2_columns, Gradients<Op>(args));
 }
 
-// Rows that no cluster can hold, or that L2 holds: defined in norm_bwd_long.cu.
+// Rows that no cluster can hold, or few long ones: defined in norm_bwd_long.cu.
 template <typename Op>
 ffi::Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
                              ffi::AnyBuffer scratch);

@@ -1,5 +1,5 @@
-// layer_norm and rms_norm, backward, of rows that no cluster can hold: they are read twice, the second time from L2 if
-// they fit. One launch reduces them, and a second one, whose threads own columns, writes dx and sums up the gradients of
+// layer_norm and rms_norm, backward, of rows that no cluster can hold, or too few to fill the device with clusters: they are
+// read twice, the second time from L2 if they fit. One launch reduces them, and a second one, whose threads own columns, writes dx and sums up the gradients of
 // parameters. A third one adds up what several threads have of a column.
 #include <algorithm>
 
@@ -18,26 +18,6 @@ struct NormBwdLongPlan {
   int chunks = 1;             // of a row, for its sums
   int tiles = 1, slices = 1;  // of columns and rows, for the rest
 };
-
-// Columns [first, first + kVec) of an array's row, wherever it begins; 0 beside the row.
-template <typename Op>
-__device__ __forceinline__ typename Op::V LoadColumns(const Op& op, const OperandRow<typename Op::T>& row, int first) {
-  using T = typename Op::T;
-  if constexpr (Op::kMode == Mode::kPlain) {
-    return jaxnorm::Load(row.row + first);
-  } else if constexpr (Op::kMode == Mode::kRagged) {
-    return jaxnorm::LoadColumns<T, Op::kVec, /*kAligned=*/false>(row.row, first, op.cols);
-  } else {
-    auto values = row.template Load<Op::kVec>(first);
-    if (!op.Whole(first)) {
-#pragma unroll
-      for (int i = 0; i < Op::kVec; ++i) {
-        if (first + i >= op.cols) values.v[i] = FromAcc<T>(typename Op::Acc(0));
-      }
-    }
-    return values;
-  }
-}
 
 // Writes columns [first, first + kVec) of a row of parameters' gradients.
 template <typename Op, typename U>
@@ -86,11 +66,12 @@ __global__ void __launch_bounds__(kLongThreads)
     typename Op::V xs[kLongRows], gs[kLongRows];
 #pragma unroll
     for (int r = 0; r < kLongRows; ++r) {
-      xs[r] = LoadColumns(op, rows[r].in[0], slot * kVec);
-      gs[r] = LoadColumns(op, rows[r].in[1], slot * kVec);
+      xs[r] = op.Columns(rows[r].in[0], slot * kVec);
+      gs[r] = op.Columns(rows[r].in[1], slot * kVec);
     }
     typename Op::Acc sc[kVec];
-    op.Scale(plan.group, slot, 0, sc);
+    op.Scale(plan.group, slot * kVec, sc);
+    op.Offset(sc);
 #pragma unroll
     for (int r = 0; r < kLongRows; ++r) op.Reduce(rows[r], statistics[r], slot * kVec, xs[r], gs[r], sc, own[r]);
   }
@@ -122,7 +103,10 @@ __global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 
   Acc dscale[kVec], dbias[kVec], sc[kVec];
 #pragma unroll
   for (int i = 0; i < kVec; ++i) dscale[i] = dbias[i] = 0;
-  if (active) op.Scale(plan.group, slot, 0, sc);
+  if (active) {
+    op.Scale(plan.group, slot * kVec, sc);
+    op.Offset(sc);
+  }
   int turn = 0;
 #pragma unroll 1
   for (int64_t base = int64_t{slice} * kLongRows; base < plan.rows; base += int64_t{plan.slices} * kLongRows, ++turn) {
@@ -132,9 +116,9 @@ __global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 
     for (int r = 0; r < kLongRows; ++r) {
       if (!active) continue;
       const typename Op::Row row = op.Begin(index(r));
-      xs[r] = LoadColumns(op, row.in[0], first);
-      gs[r] = LoadColumns(op, row.in[1], first);
-      if (op.arrays == kMaxArrays) added[r] = LoadColumns(op, row.in[2], first);
+      xs[r] = op.Columns(row.in[0], first);
+      gs[r] = op.Columns(row.in[1], first);
+      if (op.arrays == kMaxArrays) added[r] = op.Columns(row.in[2], first);
     }
     if (op.need_x) {  // warp r finishes the sums of row r
       const int64_t row = min(base + threadIdx.x / kWarp, plan.rows - 1);
@@ -162,7 +146,7 @@ __global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 
         Acc out[kVec];
         op.Dx(op.Begin(index(r)), statistics, first, xs[r], gs[r], sc, shared[turn & 1][r], out);
         if (op.arrays == kMaxArrays) op.Add(added[r], out);
-        op.Store(op.dx + (index(r) * op.cols + first), slot, 0, out);
+        op.Store(op.dx + (index(r) * op.cols + first), first, out);
       }
     }
   }

@@ -1,6 +1,5 @@
-// What the kernels of layer_norm and rms_norm that stay for many rows share, forward (norm_fwd_long.cu) and backward
-// (norm_bwd.cu, which has an exchange of its own: with this one, rows of odd length and clusters of 8 and 16 were measured
-// to be 5 to 8% slower, and only clusters of 2 and 4 faster).
+// What the kernels of layer_norm and rms_norm that stay for many rows share: backward (norm_bwd.cu), with BlockExchange and
+// ClusterExchange, and forward (norm_fwd_long.cu), with RowExchange.
 //
 // A thread owns the same columns of each of its rows, so what belongs to columns (parameters and their gradients) is in
 // registers all the time. Rows are on their way to shared memory several turns before they are needed. Each thread
@@ -8,6 +7,8 @@
 // a row once in a turn, and while they travel work is done on the rows before and after it.
 #ifndef JAXNORM_CUDA_NORM_ROWS_CUH_
 #define JAXNORM_CUDA_NORM_ROWS_CUH_
+
+#include <utility>
 
 #include "reduce.cuh"
 #include "rows.cuh"
@@ -43,6 +44,177 @@ struct RowSums {
       if (offset < width) p = Merge(p, ShuffleXor(p, offset));
     }
     return p;
+  }
+  // Of all lanes of a warp: writes what they have together to shared memory, with half the shuffles if there are two.
+  static __device__ __forceinline__ void StoreMerged(uint32_t address, RowSums p, int lane) {
+    if constexpr (kN == 2) {
+      const bool upper = lane >= kWarp / 2;
+      Acc sum = upper ? p.v[1] : p.v[0];
+      sum += __shfl_xor_sync(kAllLanes, upper ? p.v[0] : p.v[1], kWarp / 2);
+#pragma unroll
+      for (int offset = kWarp / 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+      if (lane % (kWarp / 2) == 0) StoreShared(address + (upper ? static_cast<int>(sizeof(Acc)) : 0), sum);
+    } else {
+      p = MergeLanes(p, kWarp);
+      if (lane == 0) StoreShared(address, p);
+    }
+  }
+};
+
+// What warps, and the blocks of a cluster, tell each other of their share of a row. For each turn: Put what lanes have,
+// then Begin; kLag turns later End, which has the sums of all.
+
+// Rows that a block has for itself. A warp puts row s after it has had the sums of row s - kLag - 1, so all warps have put
+// that one, so they have had the sums of row s - 2 * kLag - 2: between them are kPlaces - 1 rows.
+template <typename Sums, int kLag>
+struct BlockExchange {
+  static constexpr unsigned kPlaces = 2 * kLag + 2;
+  static constexpr int kMaxRows = kBlockThreads / (2 * kWarp);  // that are wider than a warp
+  struct alignas(kVecBytes) Shared {
+    Sums warps[kPlaces][kMaxThreads / kWarp];
+    uint64_t barriers[kPlaces][kMaxRows];
+  };
+
+  int threads, lane, warps, width;
+  uint32_t own_warp, row_warps, barriers;
+
+  static __device__ __forceinline__ void Start(Shared& shared, const RowsPlan& plan) {
+    if (plan.threads_per_row <= kWarp) return;
+    if (threadIdx.x < kPlaces * kMaxRows) InitBarrier(&shared.barriers[0][threadIdx.x], plan.threads_per_row / kWarp);
+    __syncthreads();
+  }
+  __device__ __forceinline__ void Meet() const {}
+
+  __device__ __forceinline__ BlockExchange(Shared& shared, const RowsPlan& plan, int rank, int row_group, int thread)
+      : threads(plan.threads_per_row),
+        lane(thread % kWarp),
+        warps(plan.threads_per_row / kWarp),
+        width(warps <= 2   ? 2
+              : warps <= 8 ? 8
+                           : 16),
+        own_warp(SharedAddress(&shared.warps[0][thread / kWarp])),
+        row_warps(SharedAddress(&shared.warps[0][row_group * warps + lane % width])),
+        barriers(SharedAddress(&shared.barriers[0][row_group % kMaxRows])) {}
+
+  __device__ __forceinline__ Sums Put(Sums sums, unsigned turn) const {
+    if (threads <= kWarp) return Sums::MergeLanes(sums, threads);
+    Sums::StoreMerged(own_warp + WarpPlace(turn), sums, lane);
+    __syncwarp();
+    if (lane == 0) ArriveAtBarrier(Barrier(turn));
+    return sums;
+  }
+  __device__ __forceinline__ void Begin(unsigned turn) {}
+  __device__ __forceinline__ Sums End(Sums sums, unsigned turn) const {
+    if (threads <= kWarp) return sums;
+    WaitForBarrier(Barrier(turn), turn / kPlaces & 1);
+    return Sums::MergeLanes(lane % width < warps ? LoadShared<Sums>(row_warps + WarpPlace(turn)) : Sums::Identity(),
+                            width);
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t WarpPlace(unsigned turn) {
+    return turn % kPlaces * static_cast<uint32_t>(sizeof(Shared::warps) / kPlaces);
+  }
+  __device__ __forceinline__ uint32_t Barrier(unsigned turn) const {
+    return barriers + turn % kPlaces * static_cast<uint32_t>(sizeof(Shared::barriers) / kPlaces);
+  }
+};
+
+// A row that a cluster has, of at least two warps in each block. One warp, another one in each turn, adds up what those
+// of its block have and sends it to all blocks; no other waits before it needs the sums.
+//
+// When row s is sent, that warp has had the sums of row s - kLag, so all warps have put that row, so they have had the
+// sums of row s - 2 * kLag - 1. That many places are free for it. In a block, where a row is put after the sums of
+// row s - kLag - 1 were had, which its warps have put by then, four places are enough.
+template <typename Sums, int kLag>
+struct ClusterExchange {
+  // Powers of two, for cheap remainders, if there is room.
+  static constexpr unsigned kPlaces = sizeof(Sums) <= 16 ? 8 : 2 * kLag + 1, kWarpPlaces = 4;
+  struct alignas(kVecBytes) Shared {
+    Sums blocks[kPlaces][kMaxCluster];
+    Sums warps[kWarpPlaces][kMaxThreads / kWarp];
+    uint64_t barriers[kPlaces], warp_barriers[kWarpPlaces];
+  };
+  static constexpr int kBytes = sizeof(Sums);
+  static constexpr int kWide = kBytes % 8 == 0 ? 2 : 1;
+
+  int cluster, warps, lane, warp, rank;
+  int sender = 0;  // of the turn
+  uint32_t places, own_warp, row_warps, barriers, warp_barriers;
+
+  static __device__ __forceinline__ void Start(Shared& shared, const RowsPlan& plan) {
+    if (threadIdx.x < kWarpPlaces) InitBarrier(&shared.warp_barriers[threadIdx.x], plan.threads_per_row / kWarp);
+    for (int i = threadIdx.x; i < static_cast<int>(kPlaces) * kMaxCluster; i += blockDim.x) {
+      shared.blocks[i / kMaxCluster][i % kMaxCluster] = Sums::Identity();
+    }
+    __syncthreads();
+    [&]<size_t... kPlace>(std::index_sequence<kPlace...>) {
+      ClusterStart(&shared.barriers[kPlace]...);
+    }(std::make_index_sequence<kPlaces>());
+  }
+  __device__ __forceinline__ ClusterExchange(Shared& shared, const RowsPlan& plan, int rank, int row_group, int thread)
+      : cluster(Kept(plan.cluster)),
+        warps(plan.threads_per_row / kWarp),
+        lane(thread % kWarp),
+        warp(thread / kWarp),
+        rank(rank),
+        places(SharedAddress(&shared.blocks[0][0])),
+        own_warp(SharedAddress(&shared.warps[0][warp])),
+        row_warps(SharedAddress(&shared.warps[0][lane % (kWarp / 2)])),
+        barriers(SharedAddress(&shared.barriers[0])),
+        warp_barriers(SharedAddress(&shared.warp_barriers[0])) {}
+
+  // To be called once, after Start and before the first Put.
+  __device__ __forceinline__ void Meet() const { ClusterWait(); }
+
+  __device__ __forceinline__ Sums Put(Sums sums, unsigned turn) {
+    Sums::StoreMerged(own_warp + WarpPlace(turn), sums, lane);
+    __syncwarp();
+    if (lane == 0) ArriveAtBarrier(WarpBarrier(turn));
+    return sums;
+  }
+  __device__ __forceinline__ void Begin(unsigned turn) {
+    if (warp == sender) {
+      WaitForBarrier(WarpBarrier(turn), turn / kWarpPlaces & 1);
+      const bool exists = lane % (kWarp / 2) < warps;
+      Sums sums = exists ? LoadShared<Sums>(row_warps + WarpPlace(turn)) : Sums::Identity();
+      sums = Sums::MergeLanes(sums, kWarp / 2);
+      if (lane == 0) ExpectFromPeers(Barrier(turn), cluster * kBytes);
+      if (lane < cluster) SendToPeer<kWide>(places + BlockPlace(turn) + rank * kBytes, Barrier(turn), lane, sums);
+    }
+    sender = sender + 1 == warps ? 0 : sender + 1;
+  }
+  __device__ __forceinline__ Sums End(Sums, unsigned turn) const {
+    WaitForBarrier(Barrier(turn), turn / kPlaces & 1);
+    const uint32_t from = places + BlockPlace(turn);
+    const Sums sums = AddBlocks(Sums::Identity(), from);
+    return cluster > 8 ? AddBlocks(sums, from + 8 * kBytes) : sums;
+  }
+
+ private:
+  // Adds those of 8 blocks, of which some may not be there and have 0. That takes less time than shuffles.
+  static __device__ __forceinline__ Sums AddBlocks(Sums sums, uint32_t from) {
+    struct Pair {
+      Sums of[2];
+    };
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const auto pair = LoadShared<Pair>(from + i * kBytes);
+      sums = Sums::Merge(sums, Sums::Merge(pair.of[0], pair.of[1]));
+    }
+    return sums;
+  }
+  static __device__ __forceinline__ uint32_t WarpPlace(unsigned turn) {
+    return turn % kWarpPlaces * static_cast<uint32_t>(sizeof(Shared::warps) / kWarpPlaces);
+  }
+  static __device__ __forceinline__ uint32_t BlockPlace(unsigned turn) {
+    return turn % kPlaces * static_cast<uint32_t>(sizeof(Shared::blocks) / kPlaces);
+  }
+  __device__ __forceinline__ uint32_t Barrier(unsigned turn) const {
+    return barriers + turn % kPlaces * static_cast<uint32_t>(sizeof(uint64_t));
+  }
+  __device__ __forceinline__ uint32_t WarpBarrier(unsigned turn) const {
+    return warp_barriers + turn % kWarpPlaces * static_cast<uint32_t>(sizeof(uint64_t));
   }
 };
 

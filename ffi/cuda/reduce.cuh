@@ -47,6 +47,37 @@ __device__ __forceinline__ P ShuffleFrom(P value, int lane) {
   return MapWords(value, [=](uint32_t word) { return __shfl_sync(kAllLanes, word, lane); });
 }
 
+// ---- Barriers in shared memory: who arrives need not wait, and may wait later ----
+
+__device__ __forceinline__ void InitBarrier(uint64_t* barrier, int arrivals) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+}
+
+// What this thread has written to shared memory before, others see after they have waited.
+__device__ __forceinline__ void ArriveAtBarrier(uint32_t address) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(address) : "memory");
+}
+
+// By all lanes of a warp. `parity` is that of how often the barrier has been waited for before.
+__device__ __forceinline__ void WaitForBarrier(uint32_t address, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n .reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+        " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#else
+        " mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+  }
+  __syncwarp();
+}
+
 // ---- Thread-block clusters (no-ops that are never called before sm_90) ----
 //
 // Blocks send values to each other's shared memory and count the bytes that arrive with an mbarrier. A cluster barrier
@@ -59,11 +90,7 @@ template <typename... Barrier>
 __device__ __forceinline__ void ClusterStart(Barrier*... barriers) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    const auto init = [](uint64_t* barrier) {
-      const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
-    };
-    (init(barriers), ...);
+    (InitBarrier(barriers, 1), ...);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -124,27 +151,18 @@ __device__ __forceinline__ void SendToPeer(P* local, uint64_t* barrier, int rank
              static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), rank, value);
 }
 
-// Waits for `bytes` from all peers together, this block among them. `parity` is that of how often the barrier has been
-// waited for before.
-__device__ __forceinline__ void ReceiveFromPeers(uint32_t address, int bytes, int parity) {
+// Announces `bytes` from all peers together, this block among them; by one thread, each time that the barrier is used.
+__device__ __forceinline__ void ExpectFromPeers(uint32_t address, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
-  }
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{\n .reg .pred p;\n"
-        " mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
-  }
-  __syncwarp();
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
 #endif
 }
 
+// Waits for `bytes` from all peers together, this block among them. `parity` as above.
+__device__ __forceinline__ void ReceiveFromPeers(uint32_t address, int bytes, int parity) {
+  if (threadIdx.x == 0) ExpectFromPeers(address, bytes);
+  WaitForBarrier(address, parity);
+}
 __device__ __forceinline__ void ReceiveFromPeers(uint64_t* barrier, int bytes, int parity) {
   ReceiveFromPeers(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), bytes, parity);
 }

@@ -128,12 +128,21 @@ __device__ __forceinline__ void Store(T* p, const Vec<T, kVecSize<T>>& value) {
                : "memory");
 }
 
+// The same value, in a register from here on: else the compiler may compute it again for every use.
+template <typename N>
+__device__ __forceinline__ N Kept(N value) {
+  if constexpr (sizeof(N) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
+  return value;
+}
+
 // Shared memory by its address: from a pointer, the compiler computes it again for every access, in several
 // instructions.
 __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
-  auto address = static_cast<uint32_t>(__cvta_generic_to_shared(p));
-  asm volatile("" : "+r"(address));
-  return address;
+  return Kept(static_cast<uint32_t>(__cvta_generic_to_shared(p)));
 }
 
 // P is made of 32-bit words and aligned to 8 bytes, or to 16 if it has 16 or more.
@@ -146,6 +155,8 @@ __device__ __forceinline__ P LoadShared(uint32_t address) {
                  : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3])
                  : "r"(address)
                  : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.w[0]), "=r"(words.w[1]) : "r"(address) : "memory");
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -163,6 +174,8 @@ __device__ __forceinline__ void StoreShared(uint32_t address, P value) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words.w[0]), "r"(words.w[1]),
                  "r"(words.w[2]), "r"(words.w[3])
                  : "memory");
+  } else if constexpr (kCount == 2) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(words.w[0]), "r"(words.w[1]) : "memory");
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -173,6 +186,11 @@ __device__ __forceinline__ void StoreShared(uint32_t address, P value) {
 
 __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// 4 bytes, of which only `bytes` are read.
+__device__ __forceinline__ void CopyWordAsync(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
 // Copies a vector from global to shared memory, 16 bytes asynchronously: complete after CopyWait. Smaller ones at once.

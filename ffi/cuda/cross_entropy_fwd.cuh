@@ -20,7 +20,7 @@ struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth> {
   using typename Base::Slot;
   using typename Base::T;
 
-  static constexpr int kSlotsPerThread = 16;
+  static constexpr int kSlotsPerThread = kSmooth ? 16 : 8;
 
   Acc *nll, *lse;
 

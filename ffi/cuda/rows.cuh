@@ -46,8 +46,8 @@
 //   Loaded LoadForStore(v, row, slot)       what only Store needs; called for several slots, then Store
 //   void Store(v, row, slot, Slot, Loaded, Final)
 //   void StoreRow(v, int64_t row, Partial total, Ahead)   called by one thread for each row
-//   struct Ahead; Ahead LoadAhead(int64_t row)   what StoreRow reads besides; loaded by its thread while the row is on
-//                                           its way
+//   struct Ahead; Ahead LoadAhead(int64_t row)   what StoreRow reads besides; where a block has one row, loaded by
+//                                           its thread while the row is on its way
 //   int64_t rows
 // and with kBundles, where the tiers of one row leave the variant to run time:
 //   WithoutVariant(f)
@@ -171,14 +171,12 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const int log2_lan
       raw[j].in[k] = std::bit_cast<Vec<T, kVecSize<T>>>(words);
     }
   }
-  typename Op::Ahead ahead = {};
-  if (inside && lane == 0) ahead = op.LoadAhead(index);
   op.WithVariant([&](auto variant) {
     typename Op::Slot kept[kItems];
 #pragma unroll
     for (int j = 0; j < kItems; ++j) op.template Decode<true>(row, lane + j * lanes, raw[j], kept[j]);
     const typename Op::Partial total = op.Reduce(variant, kept, lanes);
-    if (inside && lane == 0) op.StoreRow(variant, index, total, ahead);
+    if (inside && lane == 0) op.StoreRow(variant, index, total, op.LoadAhead(index));
     const auto final = op.Finish(variant, total);
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
@@ -401,13 +399,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
     ClusterWait();
   }
   const bool first_of_row = inside && rank == 0 && thread == 0;
+  // Only where one warp waits for it: where every warp has the first thread of a row, all of them would.
+  const bool early = plan.rows_per_block == 1;
   typename Op::Ahead ahead = {};
-  if (first_of_row) ahead = op.LoadAhead(index);
+  if (first_of_row && early) ahead = op.LoadAhead(index);
   WithRowVariant(op, [&](auto variant) {
     const auto own = stage.ReduceHalves(variant);
     const auto total = plan.cluster > 1 ? MergeCluster(own, plan.cluster, rank, shared.of_cluster)
                                         : MergeWarps(own, threads / kWarp, shared.of_block);
-    if (first_of_row) op.StoreRow(variant, index, total, ahead);
+    if (first_of_row) op.StoreRow(variant, index, total, early ? ahead : op.LoadAhead(index));
     stage.Store(variant, total);
   });
 }

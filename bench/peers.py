@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -314,35 +314,47 @@ def _torch_compiled(case: Case) -> Callable:
     return torch.compile(_torch_function(case), dynamic=False)
 
 
-def _plain_softmax_only(library: str, case: Case) -> None:
-    if case.op == CROSS_ENTROPY and library == "liger":
-        raise Unsupported("liger's cross-entropy writes the gradient over the logits")
-    if (
-        case.op not in ("softmax", CROSS_ENTROPY)
-        or case.where_shape
-        or case.bias_shape
-        or case.scale is not None
-    ):
-        raise Unsupported(f"{library} has softmax of x alone")
+def _last_axis_of_x_alone(library: str, case: Case, ops: Sequence[str]) -> None:
+    """Raises Unsupported for what none of these libraries has, and for other operations than `ops`."""
+    if case.op not in ops:
+        raise Unsupported(f"{library} is compared in {', '.join(ops)}, not in {case.op}")
+    if case.where_shape or case.bias_shape or case.scale is not None or case.program:
+        raise Unsupported(f"{library} has {case.op} of x alone")
     if case.axis not in (-1, len(case.shape) - 1):
-        raise Unsupported(f"{library} has softmax over the last axis only")
+        raise Unsupported(f"{library} has {case.op} over the last axis only")
 
 
 def _liger(case: Case) -> Callable:
-    _plain_softmax_only("liger", case)
+    if case.op == CROSS_ENTROPY:
+        raise Unsupported("liger's cross-entropy writes the gradient over the logits")
+    _last_axis_of_x_alone("liger", case, ("softmax", *NORMS))
+    if case.op == "layer_norm":
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        return lambda x, scale, bias: LigerLayerNormFunction.apply(x, scale, bias, 1e-6)
+    if case.op == "rms_norm":
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        # Not in place: dx over dy would be another operation, and backward runs many times.
+        return lambda x, scale: LigerRMSNormFunction.apply(x, scale, 1e-6, 0.0, "llama", False)
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
     return LigerSoftmaxFunction.apply
 
 
 def _quack(case: Case) -> Callable:
-    _plain_softmax_only("quack", case)
+    # Its layer_norm has no autograd function.
+    _last_axis_of_x_alone("quack", case, ("softmax", "rms_norm", CROSS_ENTROPY))
     if case.op == CROSS_ENTROPY:
         from quack.cross_entropy import cross_entropy
 
         return lambda x, labels: cross_entropy(
             x.reshape(-1, x.shape[-1]), labels.reshape(-1), reduction="none"
         ).reshape(labels.shape)
+    if case.op == "rms_norm":
+        from quack.rmsnorm import rmsnorm
+
+        return lambda x, scale: rmsnorm(x, scale, eps=1e-6)
     from quack.softmax import softmax
 
     return lambda x: softmax(x.reshape(-1, x.shape[-1])).reshape(x.shape)

@@ -324,6 +324,8 @@ def test_unsupported_cases_say_so():
     with pytest.raises(peers.Unsupported, match="last axis"):
         peers.prepare("quack", Case("softmax", (4, 4), axis=0), "forward", None)
     with pytest.raises(peers.Unsupported, match="x alone"):
+        peers.prepare("liger", Case("softmax", (4, 4), scale=0.5), "forward", None)
+    with pytest.raises(peers.Unsupported, match="compared in softmax, layer_norm, rms_norm"):
         peers.prepare("liger", Case("relu", (4, 4)), "forward", None)
     with pytest.raises(peers.Unsupported, match="relu and add_relu only"):
         peers.jax_operation("xla-y", "softmax")
@@ -344,7 +346,7 @@ def test_main_writes_json_and_plot(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "65536x17" in printed
     assert "vs xla" in printed
-    assert "liger has softmax of x alone (2 of 2 rows)" in printed
+    assert "not in relu (2 of 2 rows)" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     run = json.loads(out.read_text())

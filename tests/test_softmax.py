@@ -401,7 +401,9 @@ def garbage(shape, where, dtype, seed=0):
 
 @ops
 @dtypes
-@pytest.mark.parametrize(("columns", "axis"), [(9, -1), (9, 0), (1025, -1)])
+@pytest.mark.parametrize(
+    ("columns", "axis"), [(9, -1), (9, 0), (8, -1), (64, -1), (1024, -1), (1025, -1)]
+)
 def test_garbage_at_masked_places(op, dtype, columns, axis):
     """What x, bias and the cotangent hold there never matters; gradients there are exactly 0."""
     shape = (4, columns)
@@ -425,6 +427,37 @@ def test_garbage_at_masked_places(op, dtype, columns, axis):
     _, y_dot = jax.jvp(f, (x, bias), (ct, jnp.zeros_like(bias)))
     assert (oracle.f64(y_dot)[~where] == 0).all()
     assert np.isfinite(oracle.f64(y_dot)[where]).all()
+
+
+@ops
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [8, 40, 512, 520, 4096, 8192, 65536, 200000])
+@pytest.mark.parametrize("operands", ["keys", "causal", "bias", "keys and bias"])
+def test_masks_and_biases_of_attention(op, dtype, columns, operands):
+    """Rows of every tier, whole vectors of which meet those of a mask or bias that others share."""
+    queries = 3 if columns < 10000 else 1
+    x = rand((2, 2, queries, columns), dtype)
+    rng = np.random.default_rng(columns)
+    where = bias = None
+    if "keys" in operands:
+        where = np.arange(columns) < rng.integers(1, columns, (2, 1, 1, 1))
+    elif operands == "causal":
+        where = np.arange(columns) <= rng.integers(0, columns, (1, 1, queries, 1))
+    if "bias" in operands:
+        bias = rand((1, 2, queries, columns), dtype, 2)
+    given = {"where": where, "bias": bias}
+
+    y, pullback = jax.vjp(lambda x: jn(op)(x, scale=0.5, **given), x)
+    visible = np.broadcast_to(True if where is None else where, x.shape)
+    expected = forward(op, x, scale=0.5, **given)
+    size = np.abs(expected) if op == "softmax" else None
+    masked_value = 0.0 if op == "softmax" else -inf
+    assert (oracle.f64(y)[~visible] == masked_value).all()
+    z = x.astype("float32") * 0.5 + (0 if bias is None else bias.astype("float32"))
+    y_xla = nn(op)(z, where=where).astype(dtype)
+    oracle.assert_close(y, expected, dtype, y_xla, floor=16, size=size)
+    ct = rand(x.shape, dtype, 1)
+    check_vjp(op, pullback(ct)[0], x, ct, floor=64, scale=0.5, **given)
 
 
 @ops

@@ -5,10 +5,11 @@
 // odd only has two slots that it does not fill: they are loaded whole (neighbours' elements are ignored) and stored by
 // element. An input with another alignment is loaded by element.
 //
-// Three modes, by what a call needs, because instructions that check for the rare cost bandwidth:
-//   kPlain    rows fill their slots, arrays are full and aligned, no optional operand
-//   kRagged   rows do not fill their slots
-//   kGeneral  anything
+// Four modes, by what a call needs, because instructions that check for the rare cost bandwidth:
+//   kPlain     rows fill their slots, arrays are full and aligned, no optional operand
+//   kRagged    rows do not fill their slots
+//   kOperands  as kPlain, and optional operands have a vector for each slot, aligned too: attention's mask and bias
+//   kGeneral   anything
 //
 // Tiers, by row length:
 //   Warp   up to 64 slots (1 KiB), kPlain: in the registers of 1..32 lanes, several rows per warp.
@@ -32,7 +33,7 @@
 //   struct Partial                          see reduce.cuh
 //   struct Row                              pointers into one row; Row Begin(int64_t row) const
 //   const OperandRow<T>& Input(row, k); bool Has(k); int Place(k), Inputs(); bool HasWhere()   input k < kInputs, if it is there, which of
-//                                           the Inputs() present ones it is, and `where` of a row (kGeneral)
+//                                           the Inputs() present ones it is, and `where` of a row (kOperands, kGeneral)
 //   WithVariant(f)                          calls f(v) once with what kernels should be compiled for separately, as a
 //                                           constant; the same v is handed to the functions below
 //   struct Slot                             what is kept of one slot between reduction and store
@@ -76,7 +77,9 @@
 
 namespace jaxnorm {
 
-enum class Mode { kPlain, kRagged, kGeneral };
+enum class Mode { kPlain, kRagged, kOperands, kGeneral };
+// Whether rows are whole slots and arrays aligned.
+constexpr bool FillsSlots(Mode mode) { return mode == Mode::kPlain || mode == Mode::kOperands; }
 
 // ---- Slots ----
 
@@ -88,29 +91,38 @@ struct SlotGrid {
 
   SlotGrid() = default;
   __device__ __forceinline__ SlotGrid(const T* row, int cols) : cols(cols) {
-    if (kMode != Mode::kPlain) skew = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVecSize<T>);
+    if (!FillsSlots(kMode)) skew = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVecSize<T>);
   }
   __device__ __forceinline__ int First(int slot) const { return slot * kVecSize<T> - skew; }
   __device__ __forceinline__ int Slots() const {
-    return kMode == Mode::kPlain ? cols / kVecSize<T> : (skew + cols + kVecSize<T> - 1) / kVecSize<T>;
+    return FillsSlots(kMode) ? cols / kVecSize<T> : (skew + cols + kVecSize<T> - 1) / kVecSize<T>;
   }
   __device__ __forceinline__ bool Whole(int first) const {
-    return kMode == Mode::kPlain || (first >= 0 && first + kVecSize<T> <= cols);
+    return FillsSlots(kMode) || (first >= 0 && first + kVecSize<T> <= cols);
   }
 };
 
-// One slot of all inputs, as they were loaded.
+// The bytes of `where` for one slot.
+template <typename T>
+using WhereBytes = std::conditional_t<kVecSize<T> == 8, uint2, uint32_t>;
+
+// One slot of all inputs, as they were loaded. In kOperands as words, since they meet masks of words: what was loaded as
+// elements would be packed again, one by one.
 template <typename Op>
 struct RawSlot {
-  Vec<typename Op::T, kVecSize<typename Op::T>> in[Op::kInputs];
-  Vec<bool, kVecSize<typename Op::T>> where;  // kGeneral, where there is one
+  using T = typename Op::T;
+  static constexpr bool kWords = Op::kMode == Mode::kOperands;
+  using In = std::conditional_t<kWords, uint4, Vec<T, kVecSize<T>>>;
+  using Where = std::conditional_t<kWords, WhereBytes<T>, Vec<bool, kVecSize<T>>>;
+  In in[Op::kInputs];
+  Where where;  // kOperands and kGeneral, where there is one
 };
 
 // Copies elements [first, first + kVec) around a row of an input to shared memory; complete after CopyWait.
 template <Mode kMode, typename T>
 __device__ __forceinline__ void CopySlotAsync(Vec<T, kVecSize<T>>* shared, const OperandRow<T>& input, int first) {
   const auto* p = reinterpret_cast<const Vec<T, kVecSize<T>>*>(input.row + first);
-  if constexpr (kMode == Mode::kPlain) {
+  if constexpr (FillsSlots(kMode)) {
     CopyAsync(shared, p);
   } else if (kMode == Mode::kRagged ? first + kVecSize<T> <= input.end : input.Vectorizable(first)) {
     CopyAsync(shared, p);  // kRagged is aligned, and only the array's last slot may not be whole
@@ -168,7 +180,13 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const int log2_lan
       if (const int slot = lane + j * lanes; slot < slots && op.Has(k)) {
         words = std::bit_cast<uint4>(jaxnorm::Load(op.Input(row, k).row + row.grid.First(slot)));
       }
-      raw[j].in[k] = std::bit_cast<Vec<T, kVecSize<T>>>(words);
+      raw[j].in[k] = std::bit_cast<typename RawSlot<Op>::In>(words);
+    }
+    if constexpr (Op::kMode == Mode::kOperands) {
+      raw[j].where = {};
+      if (const int slot = lane + j * lanes; slot < slots && op.HasWhere()) {
+        raw[j].where = __ldg(reinterpret_cast<const WhereBytes<T>*>(row.where.row + row.grid.First(slot)));
+      }
     }
   }
   op.WithVariant([&](auto variant) {
@@ -261,12 +279,14 @@ template <typename Op>
 struct Stage {
   using T = typename Op::T;
   using V = Vec<T, kVecSize<T>>;
+  using W = WhereBytes<T>;
   // In kGeneral, operands other than the inputs matter at the edges, so they are looked at in each pass.
   static constexpr bool kEdges = Op::kMode == Mode::kGeneral;
 
   const Op& op;
   const typename Op::Row& row;
-  V* base;  // of slot `begin` of the first input; the next ones follow after part_slots each
+  V* base;   // of slot `begin` of the first input; the next ones follow after part_slots each
+  W* where;  // of slot `begin` (kOperands)
   int part_slots;
   int half_slots;  // see HalfSlots
   int begin, end;
@@ -280,6 +300,11 @@ struct Stage {
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
         if (op.Has(k)) CopySlotAsync<Op::kMode>(&At(slot, op.Place(k)), op.Input(row, k), row.grid.First(slot));
+      }
+      if constexpr (Op::kMode == Mode::kOperands) {
+        if (op.HasWhere()) {
+          CopyAsync(where + (slot - begin), reinterpret_cast<const W*>(row.where.row + row.grid.First(slot)));
+        }
       }
     }
     CopyCommit();
@@ -310,11 +335,14 @@ struct Stage {
     return [this](int slot, RawSlot<Op>& raw) {
 #pragma unroll
       for (int k = 0; k < Op::kInputs; ++k) {
-        if (op.Has(k)) raw.in[k] = At(slot, op.Place(k));
+        if (op.Has(k)) raw.in[k] = reinterpret_cast<const typename RawSlot<Op>::In&>(At(slot, op.Place(k)));
       }
       if constexpr (Op::kMode == Mode::kGeneral) {
         // Not staged: it is small and mostly shared by rows, so it comes from L1; room for it would cost more.
         if (op.HasWhere()) raw.where = row.where.template Load<kVecSize<T>>(row.grid.First(slot));
+      }
+      if constexpr (Op::kMode == Mode::kOperands) {
+        if (op.HasWhere()) raw.where = where[slot - begin];
       }
     };
   }
@@ -392,7 +420,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   const int begin = rank * plan.part_slots;
   const int end = inside ? max(begin, min(begin + plan.part_slots, row.grid.Slots())) : begin;
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes) + group * plan.part_slots * op.Inputs();
-  const Stage<Op> stage = {op, row, base, plan.part_slots, plan.half_slots, begin, end, thread, threads};
+  // That of all rows of a block lies behind their inputs, which are aligned to more bytes.
+  auto* const where =
+      reinterpret_cast<typename Stage<Op>::W*>(shared_bytes + plan.rows_per_block * plan.part_slots * op.Inputs()) +
+      group * plan.part_slots;
+  const Stage<Op> stage = {op, row, base, where, plan.part_slots, plan.half_slots, begin, end, thread, threads};
   stage.CopyHalves();
   if (plan.cluster > 1) {
     ClusterStart(&shared.of_cluster.barrier);
@@ -611,7 +643,7 @@ __global__ void __launch_bounds__(kSplitThreads<Op>, 1)
   const int middle = max(begin, end - plan.staged_slots);
   const int thread = threadIdx.x, threads = blockDim.x;
   auto* const base = reinterpret_cast<typename Stage<Op>::V*>(shared_bytes);
-  const Stage<Op> stage = {op, row, base, plan.staged_slots, plan.half_slots, middle, end, thread, threads};
+  const Stage<Op> stage = {op, row, base, nullptr, plan.staged_slots, plan.half_slots, middle, end, thread, threads};
   stage.CopyHalves();
   typename Op::Ahead ahead = {};
   if (chunk == 0 && thread == 0) ahead = op.LoadAhead(index);
@@ -657,10 +689,15 @@ template <typename Op>
 inline constexpr int kClusterPartBytes = (Op::kColumnInputs == 1 ? 43 : 64) << 10;  // of all inputs
 inline constexpr int kMinFewSlots = 2048;  // of a row: shorter ones are not worth a cluster
 
+// In shared memory.
+template <typename Op>
+int SlotBytes(const Op& op) {
+  return kVecBytes * op.Inputs() + (Op::kMode == Mode::kOperands && op.HasWhere() ? kVecSize<typename Op::T> : 0);
+}
+
 template <typename Op>
 int MaxPartSlots(const Op& op, const DeviceInfo& device) {
-  return std::min(device.max_shared_bytes - kStaticSharedBytes, kMaxPartBytes * Op::kColumnInputs) /
-         (kVecBytes * op.Inputs());
+  return std::min(device.max_shared_bytes - kStaticSharedBytes, kMaxPartBytes * Op::kColumnInputs) / SlotBytes(op);
 }
 
 // Slots of a row that stay on chip.
@@ -730,16 +767,19 @@ ffi::Error LaunchBundles(const DeviceInfo& device, cudaStream_t stream, const Op
 template <typename Op>
 ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
-  if constexpr (Op::kMode == Mode::kPlain && !Op::kBundles) {
+  if constexpr (FillsSlots(Op::kMode) && !Op::kBundles) {
     if (slots <= kMaxWarpSlots) {
-      const bool few = slots <= kShortWarpSlots || slots > kLongWarpSlots;
+      // With operands, registers are scarce too.
+      const bool few = slots <= kShortWarpSlots || slots > kLongWarpSlots || Op::kMode == Mode::kOperands;
       const int items = slots == 1 ? 1 : few ? kFewWarpItems : kWarpItems<Op>;
       const int lanes = NextPowerOfTwo(CeilDiv(slots, items));
       const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
       const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes), .threads = kWarpThreads};
       if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, log2_lanes, op);
       if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, log2_lanes, op);
-      return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, log2_lanes, op);
+      if constexpr (Op::kMode == Mode::kPlain) {
+        return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, log2_lanes, op);
+      }
     }
   }
   if constexpr (Op::kBundles) {
@@ -747,14 +787,14 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
     const int rows = PlanBundles(device, op, slots, plan);
     if (rows > 0) return LaunchBundles(device, stream, op, rows, plan, name);
   }
-  const int slot_bytes = kVecBytes * op.Inputs();
+  const int slot_bytes = SlotBytes(op);
   const int64_t row_bytes = int64_t{slots} * slot_bytes;
   BlockPlan plan = {.part_slots = slots};
   // Few rows leave multiprocessors idle: then as many blocks per row as there can be.
   const bool few = device.clusters && op.rows * kMaxPortableCluster <= 4 * device.sms && slots >= kMinFewSlots;
   if (slots <= MaxPartSlots(op, device) && !few) {
     // The row may touch one slot more than it has whole ones; that one is not worth twice the threads.
-    const int64_t whole = std::max(1, slots - (Op::kMode == Mode::kPlain ? 0 : 1));
+    const int64_t whole = std::max(1, slots - (FillsSlots(Op::kMode) ? 0 : 1));
     plan.threads_per_row = std::min(NextPowerOfTwo(CeilDiv(whole, Op::kSlotsPerThread)), kMaxThreads);
     plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   } else {

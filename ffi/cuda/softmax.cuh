@@ -39,6 +39,42 @@ __device__ __forceinline__ AccT<T> Reciprocal(AccT<T> x) {
   }
 }
 
+// Masks of the elements of a slot that `where` keeps, in kOperands: what is masked is replaced as words, a quarter of the
+// instructions that selecting elements takes.
+template <typename T>
+struct KeptBits {
+  uint32_t word[kVecBytes / sizeof(uint32_t)];
+
+  __device__ __forceinline__ explicit KeptBits(WhereBytes<T> where) {
+    constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+    const auto bytes = std::bit_cast<WordsOf<WhereBytes<T>>>(where);
+#pragma unroll
+    for (int i = 0; i < kVecBytes / static_cast<int>(sizeof(uint32_t)); ++i) {
+      // true is 1: the upper bit of its byte becomes set, and then fills all of its element's bytes.
+      const uint32_t upper = bytes.w[i * kPerWord / 4] + 0x7f7f7f7fu;
+      const int byte = i * kPerWord % 4;
+      const uint32_t selector = kPerWord == 2 ? 0x9988u + 0x1111u * byte : 0x8888u + 0x1111u * byte;
+      asm("prmt.b32 %0, %1, %1, %2;" : "=r"(word[i]) : "r"(upper), "r"(selector));
+    }
+  }
+
+  // x, or `masked` where an element is not kept.
+  __device__ __forceinline__ uint4 Select(uint4 x, T masked) const {
+    const uint32_t other = SplatWords(masked).x;
+    const auto select = [&](uint32_t a, uint32_t bits) { return (a & bits) | (other & ~bits); };
+    return {select(x.x, word[0]), select(x.y, word[1]), select(x.z, word[2]), select(x.w, word[3])};
+  }
+};
+
+// Whether an optional operand has an aligned vector for each slot of every row, or is not there.
+template <typename T, typename E>
+bool IsOnSlots(const DeviceOperand<E>& operand) {
+  if (operand.data == nullptr) return true;
+  bool aligned = operand.axis_stride == 1 && reinterpret_cast<uintptr_t>(operand.data) % (sizeof(E) * kVecSize<T>) == 0;
+  for (int d = 0; d < operand.ndim; ++d) aligned = aligned && operand.stride[d] % kVecSize<T> == 0;
+  return aligned;
+}
+
 template <typename Acc>
 __device__ __forceinline__ Acc Max(Acc a, Acc b) {
   return fmax(a, b);
@@ -191,7 +227,7 @@ ffi::Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, ffi
     using General = Op<T, Mode::kGeneral>;
     constexpr int kVec = kVecSize<T>;
     const General general(args);
-    bool full = simple && IsVecAligned(general.Output());
+    bool full = IsVecAligned(general.Output());
     for (int k = 0; k < General::kColumnInputs; ++k) {
       full = full && IsVecAligned(general.Input(k).data) && general.Input(k).elements == shape.size();
     }
@@ -200,8 +236,15 @@ ffi::Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, ffi
     const int slots = static_cast<int>(CeilDiv(shape.axis, kVec)) + (full && whole ? 0 : 1);
     const bool split = last && slots > MaxRowSlots(general, *device);
     if constexpr (!std::is_same_v<T, double>) {
+      if constexpr (requires { general.OnSlots(); }) {
+        using Operands = Op<T, Mode::kOperands>;
+        if (!simple && full && last && whole && !split && general.OnSlots()) {
+          return LaunchRow(*device, stream, Operands(args), slots, name);
+        }
+      }
       using Ragged = Op<T, Mode::kRagged>;
       using Plain = Op<T, Mode::kPlain>;
+      full = full && simple;
       if (full && split) return LaunchSplit(*device, stream, Ragged(args), slots, scratch, name);
       if (full && last && whole) return LaunchRow(*device, stream, Plain(args), slots, name);
       if (full && last) return LaunchRow(*device, stream, Ragged(args), slots, name);

@@ -11,7 +11,7 @@ struct SoftmaxBwd {
   using Acc = AccT<T>;
   using Partial = Sum<T>;
   static constexpr Mode kMode = kMode_;
-  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral, kOperands = kMode == Mode::kOperands;
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kInputs = 2;  // y, t
   static constexpr int kColumnInputs = 2;
@@ -46,11 +46,11 @@ struct SoftmaxBwd {
     OperandRow<T> y, t;
     OperandRow<bool> where;
   };
-  // Kept as they were loaded, which takes half the registers of float32; elements outside the row and masked ones have
-  // t = 0 and a `masked` bit.
+  // Kept as they were loaded, which takes half the registers of float32; elements outside the row and masked ones are 0.
   struct Slot {
     Vec<T, kVec> y, t;
-    unsigned masked;
+    unsigned masked;      // kGeneral
+    WhereBytes<T> where;  // kOperands
   };
   struct Final {
     Acc scaled_sum;
@@ -66,13 +66,15 @@ struct SoftmaxBwd {
     } else {
       r.y = OperandRow<T>::Full(y, index * cols);
       r.t = OperandRow<T>::Full(t, index * cols);
+      if constexpr (kOperands) r.where = OperandRow<bool>(where, index);
     }
     return r;
   }
 
   __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const { return k == 0 ? row.y : row.t; }
   __host__ __device__ __forceinline__ bool Has(int) const { return true; }
-  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return (kGeneral || kOperands) && where.data != nullptr; }
+  bool OnSlots() const { return IsOnSlots<T>(where); }  // whether this is a case for kOperands
   __host__ __device__ __forceinline__ int Place(int k) const { return k; }
   __host__ __device__ __forceinline__ int Inputs() const { return kInputs; }
 
@@ -82,9 +84,21 @@ struct SoftmaxBwd {
   __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<SoftmaxBwd>& raw,
                                          Slot& out_slot) const {
     const int first = row.grid.First(slot);
-    out_slot.y = raw.in[0];
-    out_slot.t = raw.in[1];
     out_slot.masked = 0;
+    if constexpr (kOperands) {
+      out_slot.where = raw.where;
+      uint4 from_y = raw.in[0], from_t = raw.in[1];
+      if (HasWhere()) {
+        const KeptBits<T> kept(raw.where);
+        from_y = kept.Select(from_y, FromAcc<T>(Acc(0)));
+        from_t = kept.Select(from_t, FromAcc<T>(Acc(0)));
+      }
+      out_slot.y = std::bit_cast<Vec<T, kVec>>(from_y);
+      out_slot.t = std::bit_cast<Vec<T, kVec>>(from_t);
+    } else {
+      out_slot.y = raw.in[0];
+      out_slot.t = raw.in[1];
+    }
     if constexpr (kGeneral) {
       if (HasWhere()) {
 #pragma unroll
@@ -165,7 +179,14 @@ struct SoftmaxBwd {
       result[i] = Value(form, kept.y.v[i], kept.t.v[i], final.scaled_sum);
       if (kGeneral && (kept.masked >> i & 1)) result[i] = 0;
     }
-    StoreSlot(row.out, row.grid, row.grid.First(slot), result);
+    auto rounded = RoundVec<T>(result);
+    if constexpr (kOperands) {
+      if (HasWhere()) {
+        const uint4 words = KeptBits<T>(kept.where).Select(std::bit_cast<uint4>(rounded), FromAcc<T>(Acc(0)));
+        rounded = std::bit_cast<Vec<T, kVec>>(words);
+      }
+    }
+    StoreSlot(row.out, row.grid, row.grid.First(slot), rounded);
   }
 
   struct Ahead {};

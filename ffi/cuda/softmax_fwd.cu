@@ -11,12 +11,12 @@ struct SoftmaxFwd {
   using Acc = AccT<T>;
   using Partial = MaxSum<T>;
   static constexpr Mode kMode = kMode_;
-  static constexpr bool kGeneral = kMode == Mode::kGeneral;
+  static constexpr bool kGeneral = kMode == Mode::kGeneral, kOperands = kMode == Mode::kOperands;
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kInputs = kGeneral ? 3 : 1;  // x, scale, bias
-  static constexpr int kColumnInputs = 1;           // x
+  static constexpr int kInputs = kGeneral || kOperands ? 3 : 1;  // x, scale, bias
+  static constexpr int kColumnInputs = 1;                        // x
   static constexpr int kSlotsPerThread = 8;
-  static constexpr int kUnroll = kGeneral ? 1 : 4;  // kGeneral: registers are scarce
+  static constexpr int kUnroll = kGeneral ? 1 : kOperands ? 2 : 4;  // registers are scarce
   static constexpr bool kBundles = false;
   static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 
@@ -52,9 +52,11 @@ struct SoftmaxFwd {
     OperandRow<bool> where;
   };
   struct Slot {
-    Vec<T, kVec> x;   // after Decode, except
-    Acc v[kVec];      // kGeneral: z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
-    unsigned masked;  // kGeneral: bit i: element i is masked
+    Vec<T, kVec> x;  // after Decode, except
+    Acc v
+        [kVec];  // kOperands, kGeneral: z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
+    unsigned masked;      // kGeneral: bit i: element i is masked
+    WhereBytes<T> where;  // kOperands
   };
   struct Final {
     Acc scale, shift;  // y = v * scale + shift
@@ -70,6 +72,10 @@ struct SoftmaxFwd {
       r.where = OperandRow<bool>(where, index);
     } else {
       r.x = OperandRow<T>::Full(x, index * cols);
+      if constexpr (kOperands) {
+        r.bias = OperandRow<T>(bias, index);
+        r.where = OperandRow<bool>(where, index);
+      }
     }
     return r;
   }
@@ -78,12 +84,14 @@ struct SoftmaxFwd {
     return k == 0 ? row.x : k == 1 ? row.scale : row.bias;
   }
   __host__ __device__ __forceinline__ bool Has(int k) const {
-    return k == 0 || (k == 1 ? scale.data : bias.data) != nullptr;
+    return k == 0 || (k == 1 ? kGeneral && scale.data != nullptr : bias.data != nullptr);
   }
-  __host__ __device__ __forceinline__ bool HasWhere() const { return kGeneral && where.data != nullptr; }
+  __host__ __device__ __forceinline__ bool HasWhere() const { return (kGeneral || kOperands) && where.data != nullptr; }
+  // Whether this is a case for kOperands. -inf times the factor stays that, as it has to for what is masked.
+  bool OnSlots() const { return scale.data == nullptr && factor > 0 && IsOnSlots<T>(bias) && IsOnSlots<T>(where); }
   __host__ __device__ __forceinline__ int Place(int k) const { return k < 2 ? k : 1 + (Has(1) ? 1 : 0); }
   __host__ __device__ __forceinline__ int Inputs() const {
-    return kGeneral ? 1 + (Has(1) ? 1 : 0) + (Has(2) ? 1 : 0) : 1;
+    return kInputs == 1 ? 1 : 1 + (Has(1) ? 1 : 0) + (Has(2) ? 1 : 0);
   }
 
   static __device__ __forceinline__ T NeutralInput() { return FromAcc<T>(-Acc(INFINITY)); }
@@ -91,7 +99,7 @@ struct SoftmaxFwd {
   template <bool kEdges>
   __device__ __forceinline__ void Decode(const Row& row, int slot, const RawSlot<SoftmaxFwd>& raw, Slot& out) const {
     const int first = row.grid.First(slot);
-    out.x = raw.in[0];
+    out.x = std::bit_cast<Vec<T, kVec>>(raw.in[0]);
     out.masked = 0;
     if constexpr (kGeneral) {
 #pragma unroll
@@ -114,6 +122,23 @@ struct SoftmaxFwd {
         }
       }
     }
+    if constexpr (kOperands) {
+      out.where = raw.where;
+      uint4 from = raw.in[0], added = raw.in[2];
+      if (HasWhere()) {
+        const KeptBits<T> kept(raw.where);
+        from = kept.Select(from, FromAcc<T>(-Acc(INFINITY)));
+        if (Has(2)) added = kept.Select(added, FromAcc<T>(Acc(0)));  // else +inf might meet -inf
+      }
+      out.x = std::bit_cast<Vec<T, kVec>>(from);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * factor;
+      if (Has(2)) {
+        const auto more = std::bit_cast<Vec<T, kVec>>(added);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) out.v[i] += ToAcc(more.v[i]) * kUnit<T>;
+      }
+    }
     if (kEdges && !row.grid.Whole(first)) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
@@ -125,9 +150,9 @@ struct SoftmaxFwd {
     }
   }
 
-  // z - reference with one rounding (two in kGeneral).
+  // z - reference with one rounding (more where there are operands).
   __device__ __forceinline__ Acc Shifted(const Slot& slot, int i, Acc reference) const {
-    if constexpr (kGeneral) return slot.v[i] - reference;
+    if constexpr (kGeneral || kOperands) return slot.v[i] - reference;
     return fma(ToAcc(slot.x.v[i]), factor, -reference);
   }
 
@@ -146,7 +171,8 @@ struct SoftmaxFwd {
   // The maximum over the lanes comes first, so that lanes then merge by adding.
   template <typename Variant, int kN>
   __device__ __forceinline__ Partial Reduce(Variant log, Slot (&slots)[kN], int width) const {
-    const Acc m = LaneReduce(MaxOfSlots<T, kGeneral>(slots, factor), width, [](Acc a, Acc b) { return Max(a, b); });
+    const Acc m = LaneReduce(MaxOfSlots < T, kGeneral || kOperands > (slots, factor), width,
+                             [](Acc a, Acc b) { return Max(a, b); });
     const Acc reference = Finite(m);
     Acc sum = 0;
 #pragma unroll
@@ -195,7 +221,15 @@ struct SoftmaxFwd {
       out[i] = fma(kept.v[i], final.scale, final.shift);
       if (kGeneral && (kept.masked >> i & 1)) out[i] = log ? -Acc(INFINITY) : Acc(0);
     }
-    StoreSlot(row.y, row.grid, row.grid.First(slot), out);
+    auto rounded = RoundVec<T>(out);
+    if constexpr (kOperands) {
+      const T masked = FromAcc<T>(log ? -Acc(INFINITY) : Acc(0));
+      if (HasWhere()) {
+        const uint4 words = KeptBits<T>(kept.where).Select(std::bit_cast<uint4>(rounded), masked);
+        rounded = std::bit_cast<Vec<T, kVec>>(words);
+      }
+    }
+    StoreSlot(row.y, row.grid, row.grid.First(slot), rounded);
   }
 
   struct Ahead {};

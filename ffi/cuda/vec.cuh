@@ -193,11 +193,17 @@ __device__ __forceinline__ void CopyWordAsync(uint32_t shared, const void* globa
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// Copies a vector from global to shared memory, 16 bytes asynchronously: complete after CopyWait. Smaller ones at once.
+// Copies a vector from global to shared memory, 4, 8 or 16 bytes asynchronously: complete after CopyWait. Smaller ones at
+// once.
 template <typename V>
 __device__ __forceinline__ void CopyAsync(V* shared, const V* global) {
   if constexpr (sizeof(V) == kVecBytes) {
     CopyAsync(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), static_cast<const void*>(global));
+  } else if constexpr (sizeof(V) == 8 || sizeof(V) == 4) {
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        "l"(__cvta_generic_to_global(global)), "n"(sizeof(V))
+        : "memory");
   } else {
     *shared = *global;
   }

@@ -52,9 +52,8 @@ struct SoftmaxFwd {
     OperandRow<bool> where;
   };
   struct Slot {
-    Vec<T, kVec> x;  // after Decode, except
-    Acc v
-        [kVec];  // kOperands, kGeneral: z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
+    Vec<T, kVec> x;       // after Decode; and there, in kGeneral and where a bias is added:
+    Acc v[kVec];          // z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
     unsigned masked;      // kGeneral: bit i: element i is masked
     WhereBytes<T> where;  // kOperands
   };
@@ -150,9 +149,23 @@ struct SoftmaxFwd {
     }
   }
 
-  // z - reference with one rounding (more where there are operands).
-  __device__ __forceinline__ Acc Shifted(const Slot& slot, int i, Acc reference) const {
-    if constexpr (kGeneral || kOperands) return slot.v[i] - reference;
+  // The variant of kOperands; as a number: whether this is log_softmax.
+  template <bool kLog, bool kBias_>
+  struct OperandsVariant {
+    static constexpr bool kBias = kBias_;
+    __device__ constexpr operator bool() const { return kLog; }
+  };
+  // Whether z is what Decode left in v, or factor * x.
+  template <typename Variant>
+  static constexpr bool IsDecoded() {
+    if constexpr (kOperands) return Variant::kBias;
+    return kGeneral;
+  }
+
+  // z - reference, with one rounding of factor * x - reference.
+  template <typename Variant>
+  __device__ __forceinline__ Acc Shifted(Variant, const Slot& slot, int i, Acc reference) const {
+    if constexpr (IsDecoded<Variant>()) return slot.v[i] - reference;
     return fma(ToAcc(slot.x.v[i]), factor, -reference);
   }
 
@@ -161,6 +174,19 @@ struct SoftmaxFwd {
   __device__ __forceinline__ void WithVariant(F f) const {
     if constexpr (kGeneral) {
       f(log);
+    } else if constexpr (kOperands) {
+      const auto with_bias = [&](auto kBias) {
+        if (log) {
+          f(OperandsVariant<true, kBias>());
+        } else {
+          f(OperandsVariant<false, kBias>());
+        }
+      };
+      if (Has(2)) {
+        with_bias(std::true_type());
+      } else {
+        with_bias(std::false_type());
+      }
     } else if (log) {
       f(std::true_type());
     } else {
@@ -171,15 +197,15 @@ struct SoftmaxFwd {
   // The maximum over the lanes comes first, so that lanes then merge by adding.
   template <typename Variant, int kN>
   __device__ __forceinline__ Partial Reduce(Variant log, Slot (&slots)[kN], int width) const {
-    const Acc m = LaneReduce(MaxOfSlots < T, kGeneral || kOperands > (slots, factor), width,
-                             [](Acc a, Acc b) { return Max(a, b); });
+    const Acc m =
+        LaneReduce(MaxOfSlots<T, IsDecoded<Variant>()>(slots, factor), width, [](Acc a, Acc b) { return Max(a, b); });
     const Acc reference = Finite(m);
     Acc sum = 0;
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const Acc shifted = Shifted(slots[j], i, reference);
+        const Acc shifted = Shifted(log, slots[j], i, reference);
         const Acc e = Exp<T>(shifted);
         sum += e;
         slots[j].v[i] = log ? shifted : e;
@@ -193,7 +219,7 @@ struct SoftmaxFwd {
     const Acc reference = Finite(total.max);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const Acc shifted = Shifted(slot, i, reference);
+      const Acc shifted = Shifted(log, slot, i, reference);
       slot.v[i] = log ? shifted : Exp<T>(shifted);
     }
   }

@@ -33,17 +33,19 @@ struct NormBwd {
   using V = Vec<T, kVec>;
   using Sums = RowSums<Acc, kGeneral ? 3 : 2>;
 
+  // What every call reads comes first, in few lines of the constant cache.
   int64_t rows, rows_per_group;
   int cols;
   int arrays;  // x, dy and, with need_x, dsum
   bool center, need_x, need_scale, need_bias, narrow;
-  DeviceOperand<T> x, dy, dsum;
-  DeviceOperand<bool> mask;
-  DeviceOperand<Acc> mean, rstd;
-  DeviceParameter<T> scale;
   Acc scale_offset, inverse_cols;
   T* dx;
   int64_t to_dy, to_dsum;  // bytes from x
+  DeviceParameter<T> scale;
+  DeviceOperand<T> x;
+  DeviceOperand<Acc> mean, rstd;
+  DeviceOperand<T> dy, dsum;
+  DeviceOperand<bool> mask;
 
   explicit NormBwd(const NormBwdArgs& args)
       : rows(args.shape.rows()),
@@ -55,18 +57,18 @@ struct NormBwd {
         need_scale(args.dscale != nullptr),
         need_bias(args.dbias != nullptr),
         narrow(!std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype),
-        x(args.x, args.shape.rows()),
-        dy(args.dy, args.shape.rows()),
-        dsum(args.dsum, args.shape.rows()),
-        mask(args.mask, args.shape.rows()),
-        mean(args.mean, args.shape.rows()),
-        rstd(args.rstd, args.shape.rows()),
-        scale(args.scale, narrow),
         scale_offset(args.scale ? static_cast<Acc>(args.scale_offset) : Acc(0)),
         inverse_cols(Acc(1) / static_cast<Acc>(cols)),
         dx(static_cast<T*>(args.dx)),
         to_dy(reinterpret_cast<intptr_t>(args.dy.data) - reinterpret_cast<intptr_t>(args.x.data)),
-        to_dsum(reinterpret_cast<intptr_t>(args.dsum.data) - reinterpret_cast<intptr_t>(args.x.data)) {}
+        to_dsum(reinterpret_cast<intptr_t>(args.dsum.data) - reinterpret_cast<intptr_t>(args.x.data)),
+        scale(args.scale, narrow),
+        x(args.x, args.shape.rows()),
+        mean(args.mean, args.shape.rows()),
+        rstd(args.rstd, args.shape.rows()),
+        dy(args.dy, args.shape.rows()),
+        dsum(args.dsum, args.shape.rows()),
+        mask(args.mask, args.shape.rows()) {}
 
   __host__ __device__ __forceinline__ int Outputs() const { return (need_scale ? 1 : 0) + (need_bias ? 1 : 0); }
   __host__ __device__ __forceinline__ int Slots() const { return (cols + kVec - 1) / kVec; }

@@ -109,35 +109,36 @@ struct NormFwd {
   static constexpr int kPairSlots = 512;
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 
+  // What every call reads comes first, in few lines of the constant cache.
   int64_t rows;
   int cols;
-  DeviceOperand<T> x, residual;
-  DeviceOperand<bool> where;
-  DeviceParameter<T> scale, bias;
+  bool grouped, center, narrow;
+  Acc epsilon, scale_offset;
   T *y, *sum;
   Acc *mean, *rstd;
-  Acc epsilon, scale_offset;
+  DeviceParameter<T> scale, bias;
   int64_t rows_per_group;
-  bool grouped, center, narrow;
+  DeviceOperand<T> x, residual;
+  DeviceOperand<bool> where;
 
   NormFwd(const NormFwdArgs& args)
       : rows(args.shape.rows()),
         cols(static_cast<int>(args.shape.cols)),
-        x(args.x, rows),
-        residual(args.residual, rows),
-        where(args.mask, rows),
-        scale(args.scale, NarrowParameters(args)),
-        bias(args.bias, NarrowParameters(args)),
+        grouped(args.shape.groups > 1),
+        center(args.center),
+        narrow(NarrowParameters(args)),
+        epsilon(static_cast<Acc>(args.epsilon)),
+        scale_offset(static_cast<Acc>(args.scale_offset)),
         y(static_cast<T*>(args.y)),
         sum(static_cast<T*>(args.sum)),
         mean(static_cast<Acc*>(args.mean)),
         rstd(static_cast<Acc*>(args.rstd)),
-        epsilon(static_cast<Acc>(args.epsilon)),
-        scale_offset(static_cast<Acc>(args.scale_offset)),
+        scale(args.scale, narrow),
+        bias(args.bias, narrow),
         rows_per_group(args.shape.rows_per_group),
-        grouped(args.shape.groups > 1),
-        center(args.center),
-        narrow(NarrowParameters(args)) {}
+        x(args.x, rows),
+        residual(args.residual, rows),
+        where(args.mask, rows) {}
 
   // Copies the parameters to `scratch`; false if it has no room for them.
   bool ShiftParameters(const DeviceInfo& device, cudaStream_t stream, ffi::AnyBuffer scratch, const char* name,

@@ -40,8 +40,9 @@ struct MaxSums {
 };
 
 // The part of an Op (rows.cuh, strided.cuh) that reads logits, z in units. kSmooth: sum(z - centre) is added up too, where
-// the centre is some number near z, so that nothing is lost to a common offset.
-template <typename T_, Mode kMode_, bool kSmooth>
+// the centre is some number near z, so that nothing is lost to a common offset. kKeepsTerms: Reduce leaves the exponentials
+// in the slots, to be written.
+template <typename T_, Mode kMode_, bool kSmooth, bool kKeepsTerms>
 struct CrossEntropyRows {
   using T = T_;
   using Acc = AccT<T>;
@@ -158,7 +159,7 @@ struct CrossEntropyRows {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         const Acc shifted = Shifted(slots[j], i, reference);
-        slots[j].v[i] = Exp<T>(shifted);
+        slots[j].v[i] = kKeepsTerms ? Exp<T>(shifted) : ExpOfTerm<T>(shifted);
         p.sum += slots[j].v[i];
         if constexpr (kSmooth) distances += kGeneral && (slots[j].masked >> i & 1) ? Acc(0) : shifted;
       }

@@ -8,8 +8,8 @@ namespace jaxnorm {
 namespace {
 
 template <typename T_, Mode kMode_>
-struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false> {
-  using Base = CrossEntropyRows<T_, kMode_, false>;
+struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false, true> {
+  using Base = CrossEntropyRows<T_, kMode_, false, true>;
   using Base::cols, Base::kGeneral, Base::kVec, Base::label_weight, Base::labels, Base::smoothing, Base::where, Base::x;
   using typename Base::Acc;
   using typename Base::Partial;

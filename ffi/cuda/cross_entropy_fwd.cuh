@@ -11,8 +11,8 @@ namespace jaxnorm {
 
 // kSmooth is no variant of one kernel, in which all calls would pay for its registers: it has kernels of its own.
 template <typename T_, Mode kMode_, bool kSmooth>
-struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth> {
-  using Base = CrossEntropyRows<T_, kMode_, kSmooth>;
+struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth, false> {
+  using Base = CrossEntropyRows<T_, kMode_, kSmooth, false>;
   using Base::Base, Base::cols, Base::kGeneral, Base::kPerUnit, Base::label_weight, Base::labels, Base::smoothing,
       Base::where, Base::x;
   using typename Base::Acc;

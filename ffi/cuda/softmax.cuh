@@ -17,15 +17,31 @@ namespace jaxnorm {
 template <typename T>
 inline constexpr AccT<T> kUnit = sizeof(T) == 2 ? 1.44269504f : AccT<T>(1);
 
+// 2^x in one instruction.
+__device__ __forceinline__ float ApproximateExp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // exp of a number of units.
 template <typename T>
 __device__ __forceinline__ AccT<T> Exp(AccT<T> x) {
   if constexpr (sizeof(T) == 2) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
+    return ApproximateExp2(x);
   } else {
     return exp(x);
+  }
+}
+
+// The same of x <= 0, as one of many terms of a sum that has a term of 1. For float32 it is off by a share of |x| 2^-24,
+// which is least where the term counts: |x| exp(x) is never more than 0.4.
+template <typename T>
+__device__ __forceinline__ AccT<T> ExpOfTerm(AccT<T> x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return ApproximateExp2(x * 1.44269504f);
+  } else {
+    return Exp<T>(x);
   }
 }
 

@@ -53,7 +53,9 @@ struct RowSums {
       sum += __shfl_xor_sync(kAllLanes, upper ? p.v[0] : p.v[1], kWarp / 2);
 #pragma unroll
       for (int offset = kWarp / 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      if (lane % (kWarp / 2) == 0) StoreShared(address + (upper ? static_cast<int>(sizeof(Acc)) : 0), sum);
+      p.v[0] = sum;
+      p.v[1] = __shfl_down_sync(kAllLanes, sum, kWarp / 2);
+      if (lane == 0) StoreShared(address, p);
     } else {
       p = MergeLanes(p, kWarp);
       if (lane == 0) StoreShared(address, p);
@@ -63,6 +65,10 @@ struct RowSums {
 
 // What warps, and the blocks of a cluster, tell each other of their share of a row. For each turn: Put what lanes have,
 // then Begin; kLag turns later End, which has the sums of all.
+
+// One lane arrives at a barrier for its warp, after __syncwarp, which orders what the others have read before. To
+// compute-sanitizer's racecheck an arrival stands for its own lane alone: it reports that other lanes' reads of a place and
+// the next write to it, several turns later, are unordered.
 
 // Rows that a block has for itself. A warp puts row s after it has had the sums of row s - kLag - 1, so all warps have put
 // that one, so they have had the sums of row s - 2 * kLag - 2: between them are kPlaces - 1 rows.

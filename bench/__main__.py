@@ -227,11 +227,13 @@ def _record(case, direction, name, timed, base, *, error, copy, cold, sizes) -> 
     if timed is None:
         return record
     record |= timing.time_entries(timed, base)
-    record |= {"kernels": timed.kernels, "matmul_seconds": timed.matmul_seconds}
     # A program's bytes are those of the operation in it, so its matrix products are left out where
-    # they can be told apart, and there is no rate where they cannot.
-    own = timed.median - timed.matmul_seconds
-    if own > 0 and (case.program in ("", "scores") or timed.matmul_seconds > 0):
+    # they can be told apart, and there is no rate where they cannot. Elsewhere there are none,
+    # whatever a library calls its kernels.
+    products = timed.matmul_seconds if case.program else 0.0
+    record |= {"kernels": timed.kernels, "matmul_seconds": products}
+    own = timed.median - products
+    if own > 0 and (case.program in ("", "scores") or products > 0):
         record["bytes_per_second"] = case.min_bytes(direction) / own
         record["copy_fraction"] = record["bytes_per_second"] / copy
     return record

@@ -15,10 +15,12 @@ def measured(name):
     times = {}
     for r in json.loads((RESULTS / name).read_text())["records"]:
         if not r["error"] and r["op"] != "program":
-            case = r["op"], tuple(r["shape"]), r["axis"] % len(r["shape"]), r["dtype"], r["case"]
+            operands = tuple(name for name in ("where", "bias") if r[f"{name}_shape"] is not None)
+            axis = r["axis"] % len(r["shape"])
+            case = r["op"], tuple(r["shape"]), axis, r["dtype"], operands, r["case"]
             directions = times.setdefault(case, {}).setdefault(r["direction"], {})
             directions[r["implementation"]] = r["seconds"]
-    for (operation, shape, axis, dtype, _), directions in times.items():
+    for (operation, shape, axis, dtype, operands, _), directions in times.items():
         if name.startswith("cpu") or dtype == ("float16" if "batch_norm" in name else "bfloat16"):
 
             def ratio(*names, directions=directions):
@@ -30,7 +32,7 @@ def measured(name):
                 return sum(f["xla"] for f in found) / sum(f["jaxnorm"] for f in found)
 
             train = "forward_train" if "forward_train" in directions else "forward"
-            rule = costs.rule_for(operation, shape, (axis,))
+            rule = costs.rule_for(operation, shape, (axis,), operands)
             yield rule, ratio("forward"), ratio(train, "backward")
 
 
@@ -51,7 +53,7 @@ def test_cost_table_is_what_was_measured(rule, figures):
     elif rule.verdict == costs.ALWAYS:
         assert figures.forward[0] > (1.2 if figures.device == "H200" else 1.04)
     elif figures.device == "H200":
-        assert figures.forward[0] < 1.24
+        assert figures.forward[0] < 1.2
     if figures.differentiated is not None:
         assert figures.differentiated[0] > 1.1
 

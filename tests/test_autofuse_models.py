@@ -360,8 +360,8 @@ def test_statistics_of_several_devices():
 
     got = loss(mapped(jaxnorm.autofuse(function)))(variables, X)
     assert_close(got, loss(mapped(function))(variables, X), 1e-4)
-    names_of = primitives(mapped(jaxnorm.autofuse(function)), variables, X)
-    assert names_of == {"jaxnorm_batch_norm_fwd"}
+    names_of = primitives(loss(mapped(jaxnorm.autofuse(function))), variables, X)
+    assert "jaxnorm_batch_norm_fwd" in names_of
 
 
 def test_example():

@@ -119,7 +119,7 @@ class Plan:
         shape = [n for n, d in zip(x.view.shape, x.view.dims, strict=True) if d is not None]
         _check_axes(match, len(shape))
         results = self._results(match, region, level)
-        rule = costs.rule_for(match.operation, shape, match.axes)
+        rule = costs.rule_for(match.operation, shape, match.axes, match.operands)
         replacement = Replacement(match, level, region, sources, results, rule)
         original_function(replacement)  # the program's own code can be told from the rest
         here = [r for r in (*self.replacements, replacement) if r.level is level]

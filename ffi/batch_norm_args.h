@@ -99,8 +99,6 @@ struct Layout {
   int64_t groups, axis, end;
   ffi::DataType dtype = ffi::F32;
 
-  ffi::DataType Acc() const { return dtype == ffi::F64 ? ffi::F64 : ffi::F32; }
-
   // Widens the groups' dimensions to what one more buffer broadcasts to.
   ffi::Error Include(Dims dims) {
     JAXNORM_CHECK(dims.size() == full.size());
@@ -148,7 +146,7 @@ struct Layout {
     for (int64_t i = groups; i < static_cast<int64_t>(own.size()); ++i) {
       if (i < axis || i >= end) own[i] = 1;
     }
-    return Grouped(buffer, Acc(), own, out);
+    return Grouped(buffer, AccDtype(dtype), own, out);
   }
 
   ffi::Error Bits(ffi::AnyBuffer buffer, BatchNormBuffer* out) const {

@@ -124,6 +124,17 @@ struct Operand {
   explicit operator bool() const { return data != nullptr; }
 };
 
+inline ffi::Error MakeOperand(ffi::AnyBuffer buffer, ffi::DataType dtype, Dims full, int64_t axis, Operand* out) {
+  JAXNORM_CHECK(buffer.element_type() == dtype);
+  JAXNORM_RETURN_IF_ERROR(MakeBroadcast(full, axis, buffer.dimensions(), &out->view));
+  out->data = buffer.untyped_data();
+  out->elements = static_cast<int64_t>(buffer.element_count());
+  return ffi::Error::Success();
+}
+
+// What values of `dtype` are summed in, and numbers per row or channel are.
+inline ffi::DataType AccDtype(ffi::DataType dtype) { return dtype == ffi::F64 ? ffi::F64 : ffi::F32; }
+
 }  // namespace jaxnorm
 
 #endif  // JAXNORM_BUFFERS_H_

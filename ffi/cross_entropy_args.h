@@ -29,16 +29,11 @@ struct CrossEntropyArgs {
   double smoothing = 0;
 };
 
-inline ffi::DataType AccOfDtype(ffi::DataType dtype) { return dtype == ffi::F64 ? ffi::F64 : ffi::F32; }
-
 // A full or broadcast operand; one of numbers per row has size 1 along `axis`.
 inline ffi::Error CrossEntropyOperand(ffi::AnyBuffer buffer, ffi::DataType dtype, Dims full, int64_t axis, bool per_row,
                                       Operand* out) {
-  JAXNORM_CHECK(buffer.element_type() == dtype);
-  JAXNORM_RETURN_IF_ERROR(MakeBroadcast(full, axis, buffer.dimensions(), &out->view));
+  JAXNORM_RETURN_IF_ERROR(MakeOperand(buffer, dtype, full, axis, out));
   JAXNORM_CHECK(!per_row || buffer.dimensions()[axis] == 1);
-  out->data = buffer.untyped_data();
-  out->elements = static_cast<int64_t>(buffer.element_count());
   return ffi::Error::Success();
 }
 
@@ -56,7 +51,7 @@ inline ffi::Error ParseCrossEntropyFwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, 
                                        ffi::AnyBuffer nll, ffi::AnyBuffer lse, int64_t axis, double smoothing,
                                        CrossEntropyArgs* args) {
   args->dtype = x.element_type();
-  const ffi::DataType acc = AccOfDtype(args->dtype);
+  const ffi::DataType acc = AccDtype(args->dtype);
   JAXNORM_CHECK(nll.element_type() == acc && lse.element_type() == acc);
   JAXNORM_CHECK(SameDims(nll.dimensions(), lse.dimensions()));
   const Dims rows = nll.dimensions();
@@ -81,7 +76,7 @@ inline ffi::Error ParseCrossEntropyBwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, 
                                        ffi::RemainingArgs rest, ffi::AnyBuffer out, int64_t axis, double smoothing,
                                        CrossEntropyArgs* args) {
   args->dtype = x.element_type();
-  const ffi::DataType acc = AccOfDtype(args->dtype);
+  const ffi::DataType acc = AccDtype(args->dtype);
   JAXNORM_CHECK(out.element_type() == args->dtype);
   const Dims full = out.dimensions();
   JAXNORM_RETURN_IF_ERROR(SplitAtAxis(full, axis, &args->shape));

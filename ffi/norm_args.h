@@ -77,8 +77,6 @@ struct NormBwdArgs {
 
 namespace norm_internal {
 
-inline ffi::DataType AccType(ffi::DataType dtype) { return dtype == ffi::F64 ? ffi::F64 : ffi::F32; }
-
 inline Dims Span(const std::vector<int64_t>& dims) { return Dims(dims.data(), dims.size()); }
 
 // The next of the operands or results whose number varies.
@@ -198,7 +196,7 @@ inline ffi::Error ParseNormFwd(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::A
   using norm_internal::Next;
   const Dims full = y.dimensions();
   const norm_internal::Layout layout{{full.begin(), full.end()}, groups, axis};
-  const ffi::DataType dtype = x.element_type(), acc = norm_internal::AccType(dtype);
+  const ffi::DataType dtype = x.element_type(), acc = AccDtype(dtype);
   JAXNORM_RETURN_IF_ERROR(layout.Shape(&args->shape));
   args->dtype = args->parameter_dtype = dtype;
   args->center = center;
@@ -253,7 +251,7 @@ inline ffi::Error ParseNormBwd(ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::Remaini
     JAXNORM_RETURN_IF_ERROR(Next(rest, &i, &buffer));
     JAXNORM_RETURN_IF_ERROR(layout.Include(buffer.dimensions()));
   }
-  const ffi::DataType dtype = x.element_type(), acc = norm_internal::AccType(dtype);
+  const ffi::DataType dtype = x.element_type(), acc = AccDtype(dtype);
   JAXNORM_RETURN_IF_ERROR(layout.Shape(&args->shape));
   args->dtype = args->parameter_dtype = args->gradient_dtype = dtype;
   args->center = center;

@@ -36,14 +36,6 @@ struct SoftmaxBwdArgs {
   SoftmaxForm form = SoftmaxForm::kSoftmax;
 };
 
-inline ffi::Error MakeOperand(ffi::AnyBuffer buffer, ffi::DataType dtype, Dims full, int64_t axis, Operand* out) {
-  JAXNORM_CHECK(buffer.element_type() == dtype);
-  JAXNORM_RETURN_IF_ERROR(MakeBroadcast(full, axis, buffer.dimensions(), &out->view));
-  out->data = buffer.untyped_data();
-  out->elements = static_cast<int64_t>(buffer.element_count());
-  return ffi::Error::Success();
-}
-
 inline ffi::Error ParseSoftmaxFwd(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::AnyBuffer y, int64_t axis,
                                   double factor, bool log, int64_t operands, SoftmaxFwdArgs* args) {
   const Dims full = y.dimensions();

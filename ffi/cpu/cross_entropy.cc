@@ -270,7 +270,7 @@ ffi::Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
                            int64_t axis, double smoothing) {
   CrossEntropyArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, labels, a, b, rest, *out, axis, smoothing, &args));
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, AccOfDtype(args.dtype), out->dimensions(), axis, true, &args.lse));
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, AccDtype(args.dtype), out->dimensions(), axis, true, &args.lse));
   JAXNORM_CHECK(args.shape.inner == 1);
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     return ForRows(pool, args, [&](int64_t begin, int64_t end) {

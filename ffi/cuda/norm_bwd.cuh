@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 template <typename Op>
 NormBwdGradients Gradients(const NormBwdArgs& args) {
-  const bool exact = args.gradient_dtype == norm_internal::AccType(args.dtype);
+  const bool exact = args.gradient_dtype == AccDtype(args.dtype);
   return {args.dscale, args.dbias, static_cast<int>(args.shape.cols), exact};
 }
 

@@ -346,7 +346,8 @@ def test_main_writes_json_and_plot(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "65536x17" in printed
     assert "vs xla" in printed
-    assert "not in relu (2 of 2 rows)" in " ".join(printed.split())
+    said = "liger is compared in softmax, layer_norm, rms_norm, not in relu (2 of 2 rows)"
+    assert said in " ".join(printed.split())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     run = json.loads(out.read_text())

@@ -157,7 +157,7 @@ inline constexpr int kWarpThreads = 64;  // per block of the Warp tier
 
 // Slots per lane of the Warp tier. Short rows are better off with more lanes, and long ones, by 1%, too.
 template <typename Op>
-inline constexpr int kWarpItems = 4 / Op::kColumnInputs;
+inline constexpr int kWarpItems = Op::kMode == Mode::kOperands ? 2 : 4 / Op::kColumnInputs;  // registers are scarce
 inline constexpr int kFewWarpItems = 2, kShortWarpSlots = 8, kLongWarpSlots = 16;
 
 // Slot j of lane t of a group of 2^log2_lanes is j * lanes + t.
@@ -769,17 +769,14 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
   constexpr int kBlockThreads = 128;
   if constexpr (FillsSlots(Op::kMode) && !Op::kBundles) {
     if (slots <= kMaxWarpSlots) {
-      // With operands, registers are scarce too.
-      const bool few = slots <= kShortWarpSlots || slots > kLongWarpSlots || Op::kMode == Mode::kOperands;
+      const bool few = slots <= kShortWarpSlots || slots > kLongWarpSlots;
       const int items = slots == 1 ? 1 : few ? kFewWarpItems : kWarpItems<Op>;
       const int lanes = NextPowerOfTwo(CeilDiv(slots, items));
       const int log2_lanes = std::countr_zero(static_cast<unsigned>(lanes));
       const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / lanes), .threads = kWarpThreads};
       if (items == 1) return Launch<WarpRowKernel<Op, 1>>(device, stream, grid, name, log2_lanes, op);
       if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, log2_lanes, op);
-      if constexpr (Op::kMode == Mode::kPlain) {
-        return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, log2_lanes, op);
-      }
+      return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, log2_lanes, op);
     }
   }
   if constexpr (Op::kBundles) {

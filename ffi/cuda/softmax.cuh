@@ -14,8 +14,9 @@ namespace jaxnorm {
 // Exponents are kept in units that make exp cheap: for the 16-bit types in powers of two, where exp is one MUFU
 // instruction; otherwise natural. z is multiplied by kUnit once, when it is decoded. The rounding of that product, 2^-24
 // relative, is below what the 16-bit types resolve at any offset.
+inline constexpr float kLog2E = 1.44269504f;
 template <typename T>
-inline constexpr AccT<T> kUnit = sizeof(T) == 2 ? 1.44269504f : AccT<T>(1);
+inline constexpr AccT<T> kUnit = sizeof(T) == 2 ? kLog2E : AccT<T>(1);
 
 // 2^x in one instruction.
 __device__ __forceinline__ float ApproximateExp2(float x) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ AccT<T> Exp(AccT<T> x) {
 template <typename T>
 __device__ __forceinline__ AccT<T> ExpOfTerm(AccT<T> x) {
   if constexpr (std::is_same_v<T, float>) {
-    return ApproximateExp2(x * 1.44269504f);
+    return ApproximateExp2(x * kLog2E);
   } else {
     return Exp<T>(x);
   }
@@ -79,6 +80,9 @@ struct KeptBits {
     const uint32_t other = SplatWords(masked).x;
     const auto select = [&](uint32_t a, uint32_t bits) { return (a & bits) | (other & ~bits); };
     return {select(x.x, word[0]), select(x.y, word[1]), select(x.z, word[2]), select(x.w, word[3])};
+  }
+  __device__ __forceinline__ Vec<T, kVecSize<T>> Select(const Vec<T, kVecSize<T>>& x, T masked) const {
+    return std::bit_cast<Vec<T, kVecSize<T>>>(Select(std::bit_cast<uint4>(x), masked));
   }
 };
 

@@ -181,10 +181,7 @@ struct SoftmaxBwd {
     }
     auto rounded = RoundVec<T>(result);
     if constexpr (kOperands) {
-      if (HasWhere()) {
-        const uint4 words = KeptBits<T>(kept.where).Select(std::bit_cast<uint4>(rounded), FromAcc<T>(Acc(0)));
-        rounded = std::bit_cast<Vec<T, kVec>>(words);
-      }
+      if (HasWhere()) rounded = KeptBits<T>(kept.where).Select(rounded, FromAcc<T>(Acc(0)));
     }
     StoreSlot(row.out, row.grid, row.grid.First(slot), rounded);
   }

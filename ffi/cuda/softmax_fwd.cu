@@ -250,10 +250,7 @@ struct SoftmaxFwd {
     auto rounded = RoundVec<T>(out);
     if constexpr (kOperands) {
       const T masked = FromAcc<T>(log ? -Acc(INFINITY) : Acc(0));
-      if (HasWhere()) {
-        const uint4 words = KeptBits<T>(kept.where).Select(std::bit_cast<uint4>(rounded), masked);
-        rounded = std::bit_cast<Vec<T, kVec>>(words);
-      }
+      if (HasWhere()) rounded = KeptBits<T>(kept.where).Select(rounded, masked);
     }
     StoreSlot(row.y, row.grid, row.grid.First(slot), rounded);
   }

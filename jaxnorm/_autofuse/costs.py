@@ -74,6 +74,10 @@ def _short_rows(shape, axes, columns) -> bool:
     return _last(shape, axes) and _size(shape, axes) <= columns
 
 
+def _any(shape, axes, operands) -> bool:
+    return True
+
+
 def _few_long_rows(shape, axes) -> bool:
     return _size(shape, axes) >= 2**20 and _size(shape, range(len(shape) - len(axes))) <= 8
 
@@ -110,7 +114,7 @@ TABLE = (
     ),
     Rule(
         ("softmax", "log_softmax"),
-        lambda shape, axes, operands: True,
+        _any,
         ALWAYS,
         "long rows, or an axis that is not the last",
         (
@@ -143,7 +147,7 @@ TABLE = (
     ),
     Rule(
         ("layer_norm", "rms_norm"),
-        lambda shape, axes, operands: True,
+        _any,
         ALWAYS,
         "",
         (
@@ -153,7 +157,7 @@ TABLE = (
     ),
     Rule(
         ("batch_norm",),
-        lambda shape, axes, operands: True,
+        _any,
         DIFFERENTIATED,
         "keeps x and one bit per element",
         (
@@ -163,7 +167,7 @@ TABLE = (
     ),
     Rule(
         ("batch_norm_inference",),
-        lambda shape, axes, operands: True,
+        _any,
         DIFFERENTIATED,
         "XLA fuses it with its neighbours",
         (
@@ -173,7 +177,7 @@ TABLE = (
     ),
     Rule(
         ("relu", "add_relu"),
-        lambda shape, axes, operands: True,
+        _any,
         ALWAYS,
         "keeps one bit per element; XLA's own code where it is not differentiated",
         (
@@ -185,7 +189,7 @@ TABLE = (
     # h200-softmax_cross_entropy.json, which a test compares with this verdict.
     Rule(
         ("softmax_cross_entropy",),
-        lambda shape, axes, operands: True,
+        _any,
         DIFFERENTIATED,
         "writes no probabilities; keeps the logits, the labels and one number per row",
     ),

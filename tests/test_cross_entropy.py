@@ -411,15 +411,13 @@ def test_sharded_rows(mesh, options, spec):
 @over([P(None, "m"), P("d", "m"), P(None, ("d", "m"))])
 @every_options
 def test_sharded_classes(mesh, options, spec):
-    """All-reduces of numbers per row, and nothing else."""
+    """All-reduces of numbers per row, and nothing else; XLA may merge them."""
     program = run_sharded(options, mesh, spec)
     found = hlo.collectives(program)
     assert found
     assert {c.kind for c in found} == {"all-reduce"}, found
     rows = ROWS // blocks(mesh, spec[0])
-    for c in found:
-        for dtype, shape in c.arrays:
-            assert hlo.BYTES[dtype] * np.prod(shape) <= 4 * 4 * rows, found
+    assert sum(c.bytes for c in found) <= 16 * 4 * rows, found
     x, labels, _ = sharded_call(options)[1]
     with jax.set_mesh(mesh):
         x, labels = put(x, spec, mesh), put(labels, P(spec[0]), mesh)

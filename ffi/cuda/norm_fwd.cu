@@ -35,7 +35,9 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
       if (full && split) return LaunchSplit(*device, stream, ragged, slots, scratch, name);
       if (aligned) {
         const NormFwd<T, Mode::kPlain> plain(args);
-        if (slots <= kShortSlots && !plain.grouped) return LaunchNormFwdShort(*device, stream, plain, slots, name);
+        if (slots <= kMaxShortSlots && !plain.grouped) {
+          return LaunchNormFwdShort(*device, stream, plain, slots, name);
+        }
         auto status = ffi::Error::Success();
         if (slots > MaxBundleSlots(plain.center) && !plain.grouped &&
             LaunchNormFwdLong(*device, stream, plain, slots, name, &status)) {

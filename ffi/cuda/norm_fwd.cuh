@@ -517,7 +517,7 @@ struct NormFwd {
   }
 };
 
-inline constexpr int kShortSlots = kWarp;  // of a row that norm_fwd_short.cu takes, at most
+inline constexpr int kMaxShortSlots = 2 * kWarp;  // of a row that norm_fwd_short.cu takes
 
 // Defined there for the kPlain operations; rows have their parameters in common.
 template <typename Op>

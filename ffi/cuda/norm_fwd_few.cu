@@ -1,8 +1,8 @@
 // layer_norm and rms_norm, forward, of few and very long rows: all multiprocessors together, in one launch.
 //
 // A block has the same columns of up to kFewRows rows, so that it loads their parameters once, which would take several
-// times as many bytes as the rows. It keeps its elements in shared memory, and has the statistics of its part of each row
-// when the last one has come. The blocks of a row exchange them through global memory.
+// times as many bytes as the rows. It keeps its elements in shared memory, and sums them up as they come, row after row.
+// The blocks of a row exchange what they have of it through global memory.
 #include "norm_fwd.cuh"
 
 namespace jaxnorm {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   using Partial = typename Op::Partial;
   constexpr int kVec = Op::kVec, kRows = kFewRows;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ Acc shared_sums[kRows][kFewWarps];
+  __shared__ Partial shared_parts[kRows][kFewWarps];
   __shared__ typename Op::Final shared_final[kRows];
   const int group = blockIdx.x / plan.chunks, chunk = blockIdx.x - group * plan.chunks;
   const int64_t first_row = int64_t{group} * plan.rows;
@@ -69,81 +69,45 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int slot = threadIdx.x + h * kFewThreads;
     if (slot < slots) op.Parameters((begin + slot) * kVec, factor[h], shift[h]);
   }
-  // Over `width` lanes, of all rows at once.
-  const auto reduce = [](Acc(&sums)[kRows], int width) {
+  constexpr auto variant = std::bool_constant<kCenter>();
+  Partial parts[kRows];
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (offset < width) sums[r] += __shfl_xor_sync(kAllLanes, sums[r], offset);
-      }
+  for (int r = 0; r < kRows; ++r) {
+    typename Op::template Running<1> running = {};
+    WaitForRow(r);
+    uint32_t from = own + r * row_bytes;
+    for (int slot = threadIdx.x; r < rows && slot < slots; slot += kFewThreads, from += kTurnBytes) {
+      const typename Op::Slot kept[] = {{.s = LoadShared<V>(from)}};
+      op.Accumulate(variant, kept, running);
     }
-  };
-  // Sums over the block's part of each row of f(elements, row).
-  const auto sum_rows = [&](bool first, Acc(&sums)[kRows], auto f) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (first) WaitForRow(r);
-      sums[r] = 0;
-      uint32_t from = own + r * row_bytes;
-      for (int slot = threadIdx.x; r < rows && slot < slots; slot += kFewThreads, from += kTurnBytes) {
-        Acc values[kVec];
-        ToAccAll(LoadShared<V>(from), values);
-        sums[r] += f(values, r);
-      }
-    }
-    reduce(sums, kWarp);
-    __syncthreads();  // what was there has been read
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (lane == 0) shared_sums[r][warp] = sums[r];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) sums[r] = shared_sums[r][lane % kFewWarps];
-    reduce(sums, kFewWarps);
-  };
-  const Acc count = static_cast<Acc>(slots * kVec), inverse = Partial::Inverse(count);
-  Acc means[kRows] = {}, sums[kRows];
-  if constexpr (kCenter) {
-#pragma unroll
-    for (int pass = 0; pass < (kCorrectsMean<T> ? 2 : 1); ++pass) {
-      sum_rows(pass == 0, sums, [&](const Acc(&values)[kVec], int r) {
-        Acc sum = 0;
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sum += values[i] - means[r];
-        return sum;
-      });
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) means[r] += MeanOf(sums[r], count, inverse);
-    }
+    Partial part[1];
+    op.Totals(variant, running, part);
+    parts[r] = part[0];
   }
-  sum_rows(!kCenter, sums, [&](const Acc(&values)[kVec], int r) {
-    Acc sum = 0;
+  op.MergeLanes(variant, parts, kWarp);  // of all rows at once
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const Acc d = kCenter ? values[i] - means[r] : values[i];
-      sum = fma(d, d, sum);
-    }
-    return sum;
-  });
+  for (int r = 0; r < kRows; ++r) {
+    if (lane == 0) shared_parts[r][warp] = parts[r];
+  }
+  __syncthreads();
 
   // Warp r posts what this block has of row r, and merges what all have.
   Post<Partial>* const posts = plan.posts + int64_t{group} * kRows * plan.chunks;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (warp != r || r >= rows) continue;
-    const Partial part = {count, means[r], sums[r]};
-    if (lane == 0) posts[r * plan.chunks + chunk].Write(part, plan.tag);
+    Partial part[] = {lane < kFewWarps ? shared_parts[r][lane] : Partial::Identity()};
+    op.MergeLanes(variant, part, kWarp);
+    if (lane == 0) posts[r * plan.chunks + chunk].Write(part[0], plan.tag);
     Partial total = Partial::Identity();
     for (int i = lane; i < plan.chunks; i += kWarp) {
       total = Partial::Merge(total, posts[r * plan.chunks + i].Read(plan.tag));
     }
     total = Partial::MergeLanes(total, kWarp);
-    const auto final = op.Finish(std::bool_constant<kCenter>(), total);
+    const auto final = op.Finish(variant, total);
     if (lane == 0) {
       shared_final[r] = final;
-      if (chunk == 0) op.StoreStatistics(std::bool_constant<kCenter>(), first_row + r, final);
+      if (chunk == 0) op.StoreStatistics(variant, first_row + r, final);
     }
   }
   __syncthreads();

@@ -133,7 +133,7 @@ def gradient(function):
 
 # Every length at which a kernel changes what it does, and both neighbours.
 COLUMNS = (
-    *(1, 2, 7, 8, 9, 31, 32, 33, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025),
+    *(1, 2, 7, 8, 9, 31, 32, 33, 127, 128, 129, 200, 255, 256, 257, 1023, 1024, 1025),
     *(4095, 4096, 4097, 8191, 8192, 8193, 16384, 32767, 32768, 32769, 65537, 131073),
 )
 
@@ -146,7 +146,7 @@ def test_columns_float32(op, columns):
 
 @ops
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("columns", [1, 7, 8, 9, 33, 129, 1025, 4097, 16385, 32769])
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 33, 129, 400, 1025, 4097, 16385, 32769])
 def test_columns(op, dtype, columns):
     check(op, rand((3, columns), dtype), acc_of(dtype))
 

@@ -13,7 +13,8 @@ namespace {
 constexpr int ShortThreads(int items) { return items == 1 ? 128 : 64; }
 constexpr int ShortRows(int lanes) { return lanes < kWarp ? 3 : 2; }  // of a thread
 
-// Slot i of lane t is i * kLanes + t. Row r of a thread is r * kGroups after its first.
+// Slot i of lane t is i * kLanes + t. Row r of a thread is r * kGroups after its first. (With kRows a variable, nvcc 13.0
+// crashes.)
 template <typename Op, int kLanes, int kItems, int kRows = ShortRows(kLanes)>
 __global__ void __launch_bounds__(ShortThreads(kItems)) NormFwdShortKernel(const __grid_constant__ Op op) {
   using T = typename Op::T;

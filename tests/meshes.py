@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 
+import hlo
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -72,3 +73,16 @@ def scope(mesh: Mesh):
 def blocks(mesh: Mesh, entry) -> int:
     """In how many blocks an entry of a spec cuts an axis."""
     return math.prod(mesh.shape[name] for name in names_of(entry))
+
+
+def assert_only_small_all_reduces(program: str, mesh: Mesh, each: int, count: int):
+    """Nothing but all-reduces, of `each` bytes at most; where XLA merges them, on GPUs, of `count * each` in all."""
+    found = hlo.collectives(program)
+    assert found, "a split row needs communication: is this test looking at the right program?"
+    assert {c.kind for c in found} == {"all-reduce"}, found
+    if platform_of(mesh) == "gpu":
+        assert sum(c.bytes for c in found) <= count * each, found
+    else:
+        assert all(hlo.Instruction(c.kind, (a,)).bytes <= each for c in found for a in c.arrays), (
+            found
+        )

@@ -69,7 +69,8 @@ inline constexpr int kMaxCluster = 16;         // blocks
 inline constexpr int kMaxPortableCluster = 8;  // on every device that has clusters
 
 // How many clusters of `cluster` blocks, of `threads` threads and all of a multiprocessor's shared memory each, run at the
-// same time: the multiprocessors that share a cluster's hardware need not be a multiple of it. 0 where the device has no such clusters. Asked once for a kernel, a device and a size.
+// same time: the multiprocessors that share a cluster's hardware need not be a multiple of it. 0 where the device has no
+// such clusters. Asked once for a kernel, a device and a size.
 template <auto kKernel>
 int ActiveClusters(const DeviceInfo& device, int threads, int cluster) {
   if (!device.clusters) return 0;

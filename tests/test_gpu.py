@@ -108,6 +108,26 @@ def test_norm_many_long_rows(op, dtype, columns):
     test_norm.check(op, rand((500, columns), dtype), "float32", residual=True)
 
 
+@pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (45003, 35),
+        (45001, 66),
+        (14003, 513),
+        (14001, 1002),
+        (3003, 1800),
+        (2501, 3001),
+        (1003, 1024),
+    ],
+)
+def test_norm_rows_in_chunks(op, dtype, shape):
+    """Several chunks of rows for each block, the last one not full, and arrays that end within a slot."""
+    residual = shape[0] % 4 == 3
+    test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
+
+
 NORM_CASES = [c for c in cases.select(tag="gpu") if c.op in cases.NORMS]
 
 

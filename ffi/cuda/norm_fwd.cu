@@ -27,18 +27,18 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
     if constexpr (!std::is_same_v<T, double>) {
       const NormFwd<T, Mode::kRagged> ragged(args);
       const bool aligned = full && whole && general.scale.VecAligned() && general.bias.VecAligned();
+      auto status = ffi::Error::Success();
       if (aligned && slots >= kMinSplitSlots && !general.grouped) {
-        auto status = ffi::Error::Success();
         const NormFwd<T, Mode::kPlain> plain(args);
         if (LaunchNormFwdFew(*device, stream, plain, slots, scratch, name, &status)) return status;
       }
       if (full && split) return LaunchSplit(*device, stream, ragged, slots, scratch, name);
       if (aligned) {
         const NormFwd<T, Mode::kPlain> plain(args);
-        if (slots <= kMaxShortSlots && !plain.grouped) {
+        if (slots <= MaxShortSlots(plain.center) && !plain.grouped) {
           return LaunchNormFwdShort(*device, stream, plain, slots, name);
         }
-        auto status = ffi::Error::Success();
+        if (!plain.grouped && LaunchNormFwdChunks(*device, stream, plain, name, &status)) return status;
         if (slots > MaxBundleSlots(plain.center) && !plain.grouped &&
             LaunchNormFwdLong(*device, stream, plain, slots, name, &status)) {
           return status;
@@ -46,10 +46,10 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
         return LaunchRow(*device, stream, plain, slots, name);
       }
       if (full) {
+        if (!ragged.grouped && LaunchNormFwdChunks(*device, stream, ragged, name, &status)) return status;
         NormFwd<T, Mode::kRagged, /*kShifted=*/true> bundled(args);
         BlockPlan plan;
         const int rows = PlanBundles(*device, bundled, slots, plan);
-        auto status = ffi::Error::Success();
         if (rows > 0 && bundled.ShiftParameters(*device, stream, scratch, name, &status)) {
           return status.failure() ? status : LaunchBundles(*device, stream, bundled, rows, plan, name);
         }

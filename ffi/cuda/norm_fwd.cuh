@@ -517,13 +517,20 @@ struct NormFwd {
   }
 };
 
-inline constexpr int kMaxShortSlots = 2 * kWarp;  // of a row that norm_fwd_short.cu takes
+// Slots of a row that norm_fwd_short.cu takes. For layer_norm of 32, norm_fwd_chunk.cu was measured to be faster.
+inline int MaxShortSlots(bool center) { return center ? kWarp - 1 : kWarp; }
 
 // Defined there for the kPlain operations; rows have their parameters in common.
 template <typename Op>
 ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name);
 
-// Few rows, of more slots than that, take norm_fwd_few.cu if all of their elements fit the multiprocessors' shared memory.
+// For the kPlain operations in norm_fwd_chunk.cu, for kRagged in norm_fwd_ragged.cu; rows have their parameters in common.
+// False if it does not suit.
+template <typename Op>
+bool LaunchNormFwdChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
+                         ffi::Error* status);
+
+// Few rows, of at least that many slots, take norm_fwd_few.cu if all of their elements fit the multiprocessors' shared memory.
 inline constexpr int kMinSplitSlots = 8192;
 
 // Defined there for the kPlain operations; rows have their parameters in common. False if it does not suit.

@@ -116,16 +116,24 @@ __device__ __forceinline__ Vec<T, kVecSize<T>> Load(const T* p) {
   return std::bit_cast<Vec<T, kVecSize<T>>>(__ldg(reinterpret_cast<const uint4*>(p)));
 }
 
-// Writes 16 bytes; p is 16-byte aligned and in global memory. Default cache policy: a result is often read next, and
-// marking it evict-first was measured 0.5 to 1% slower on an H200.
-template <typename T>
-__device__ __forceinline__ void Store(T* p, const Vec<T, kVecSize<T>>& value) {
-  const auto words = std::bit_cast<uint4>(value);
+// Writes 16, 4 or 2 bytes; p is aligned to as many and in global memory. Default cache policy: a result is often read
+// next, and marking it evict-first was measured 0.5 to 1% slower on an H200.
+template <typename T, int N>
+__device__ __forceinline__ void Store(T* p, const Vec<T, N>& value) {
   // Not `*p = words`, which nvcc 13.0 merged with scalar stores of another branch and so split into narrower ones. Not
   // __stwb either, which compiles to a store with memory ordering (STG.STRONG.SM).
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x),
-               "r"(words.y), "r"(words.z), "r"(words.w)
-               : "memory");
+  if constexpr (sizeof(value) == 2) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "h"(std::bit_cast<uint16_t>(value))
+                 : "memory");
+  } else if constexpr (sizeof(value) == 4) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(std::bit_cast<uint32_t>(value))
+                 : "memory");
+  } else {
+    const auto words = std::bit_cast<uint4>(value);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  }
 }
 
 // The same value, in a register from here on: else the compiler may compute it again for every use.

@@ -46,7 +46,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
         return LaunchRow(*device, stream, plain, slots, name);
       }
       if (full) {
-        if (!ragged.grouped && LaunchNormFwdChunks(*device, stream, ragged, name, &status)) return status;
+        if (!ragged.grouped && LaunchNormFwdRagged(*device, stream, ragged, name, &status)) return status;
         NormFwd<T, Mode::kRagged, /*kShifted=*/true> bundled(args);
         BlockPlan plan;
         const int rows = PlanBundles(*device, bundled, slots, plan);

@@ -524,10 +524,13 @@ inline int MaxShortSlots(bool center) { return center ? kWarp - 1 : kWarp; }
 template <typename Op>
 ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name);
 
-// For the kPlain operations in norm_fwd_chunk.cu, for kRagged in norm_fwd_ragged.cu; rows have their parameters in common.
-// False if it does not suit.
+// Defined in norm_fwd_chunk.cu for the kPlain operations, in norm_fwd_ragged.cu for kRagged; rows have their parameters in
+// common. False if it does not suit.
 template <typename Op>
 bool LaunchNormFwdChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
+                         ffi::Error* status);
+template <typename Op>
+bool LaunchNormFwdRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
                          ffi::Error* status);
 
 // Few rows, of at least that many slots, take norm_fwd_few.cu if all of their elements fit the multiprocessors' shared memory.

@@ -7,7 +7,7 @@ namespace jaxnorm {
 template <typename Op>
 bool LaunchNormFwdChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
                          ffi::Error* status) {
-  return LaunchChunks</*kOdd=*/false, ChunkSize<4, 1, 128, 6>>(device, stream, op, name, status);
+  return LaunchChunks</*kOdd=*/false, ChunkSize<4, 1, 128, 7>>(device, stream, op, name, status);
 }
 
 #define JAXNORM_INSTANTIATE(T)                                                                        \

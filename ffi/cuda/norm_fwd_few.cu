@@ -2,24 +2,33 @@
 //
 // A block has the same columns of up to kFewRows rows, so that it loads their parameters once, which would take several
 // times as many bytes as the rows. It keeps its elements in shared memory, and sums them up as they come, row after row.
-// The blocks of a row exchange what they have of it through global memory.
+// The blocks of a row exchange what they have of it through global memory. A warp for each row does nothing else, so that
+// this goes on while other rows are still coming, or are already written.
 #include "norm_fwd.cuh"
 
 namespace jaxnorm {
 namespace {
 
-inline constexpr int kFewThreads = 512;
+inline constexpr int kFewThreads = 512;  // that have slots; those of the exchange come after them
 inline constexpr int kFewWarps = kFewThreads / kWarp;
 inline constexpr int kFewRows = 8;  // of a block, at most
 inline constexpr int kHeld = 2;     // slots of a thread whose parameters it has in registers
+inline constexpr int kPolled =
+    5;  // posts of a lane that are read at once: waiting for one after the other takes longer
+
+// What a block tells the others of its share of a row. How many elements that has they know.
+template <typename Acc>
+struct FewMoments {
+  Acc mean, squares;
+};
 
 // Block i has chunk i % chunks of rows [i / chunks * rows, i / chunks * rows + rows).
-template <typename Partial>
+template <typename Acc>
 struct FewPlan {
   int rows = 1;
   int chunks = 1;
   int chunk_slots = 0;
-  Post<Partial>* posts = nullptr;  // of each block and row
+  Post<FewMoments<Acc>>* posts = nullptr;  // of each block and row
   uint64_t tag = 0;
 };
 
@@ -34,26 +43,74 @@ __device__ __forceinline__ void WaitForRow(int r) {
 }
 
 template <typename Op, bool kCenter>
-__global__ void __launch_bounds__(kFewThreads, 1)
-    NormFwdFewKernel(const __grid_constant__ Op op, const FewPlan<typename Op::Partial> plan) {
+__global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
+    NormFwdFewKernel(const __grid_constant__ Op op, const FewPlan<typename Op::Acc> plan) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
   using V = Vec<T, Op::kVec>;
   using Partial = typename Op::Partial;
   constexpr int kVec = Op::kVec, kRows = kFewRows;
+  constexpr auto variant = std::bool_constant<kCenter>();
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   __shared__ Partial shared_parts[kRows][kFewWarps];
   __shared__ typename Op::Final shared_final[kRows];
+  __shared__ uint64_t summed[kRows], known[kRows];  // barriers: the block's share of a row, and its final
+  if (threadIdx.x < kRows) {
+    InitBarrier(&summed[threadIdx.x], kFewWarps);
+    InitBarrier(&known[threadIdx.x], 1);
+  }
   const int group = blockIdx.x / plan.chunks, chunk = blockIdx.x - group * plan.chunks;
   const int64_t first_row = int64_t{group} * plan.rows;
   const int rows = static_cast<int>(min(op.rows - first_row, static_cast<int64_t>(plan.rows)));
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+
+  if (warp >= kFewWarps) {
+    __syncthreads();
+    const int r = warp - kFewWarps;
+    if (r >= rows) return;
+    WaitForBarrier(SharedAddress(&summed[r]), 0);
+    Partial part[] = {lane < kFewWarps ? shared_parts[r][lane] : Partial::Identity()};
+    op.MergeLanes(variant, part, kWarp);
+    Post<FewMoments<Acc>>* const posts = plan.posts + (int64_t{group} * kRows + r) * plan.chunks;
+    if (lane == 0) posts[chunk].Write({part[0].mean, part[0].squares}, plan.tag);
+    Partial total = Partial::Identity();
+    for (int first = lane; first < plan.chunks; first += kPolled * kWarp) {
+      FewMoments<Acc> moments[kPolled];
+      bool there;
+      do {
+        there = true;
+#pragma unroll
+        for (int i = 0; i < kPolled; ++i) {
+          if (const int k = first + i * kWarp; k < plan.chunks) there &= posts[k].TryRead(plan.tag, moments[i]);
+        }
+      } while (!there);
+#pragma unroll
+      for (int i = 0; i < kPolled; ++i) {
+        const int k = first + i * kWarp;
+        if (k >= plan.chunks) break;
+        const int count = min(plan.chunk_slots * kVec, op.cols - k * plan.chunk_slots * kVec);
+        total = Partial::Merge(total, {static_cast<Acc>(count), moments[i].mean, moments[i].squares});
+      }
+    }
+    const auto final = op.Finish(variant, Partial::MergeLanes(total, kWarp));
+    int left_before = 0;
+    if (lane == 0) {
+      shared_final[r] = final;
+      ArriveAtBarrier(SharedAddress(&known[r]));
+      if (chunk == 0) op.StoreStatistics(variant, first_row + r, final);
+      left_before = posts[0].Count();
+    }
+    // A graph is launched again with the same tag, so the last warp that has read the posts removes them.
+    if (__shfl_sync(kAllLanes, left_before, 0) != plan.chunks - 1) return;
+    for (int i = lane; i < plan.chunks; i += kWarp) posts[i].Clear();
+    return;
+  }
+
   const int begin = chunk * plan.chunk_slots, slots = min(plan.chunk_slots, op.cols / kVec - begin);
   const int64_t offset = first_row * op.cols + int64_t{begin} * kVec;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const uint32_t own = SharedAddress(shared_bytes) + threadIdx.x * kVecBytes;
   const uint32_t row_bytes = plan.chunk_slots * kVecBytes;
   constexpr uint32_t kTurnBytes = kFewThreads * kVecBytes;  // from one of a thread's slots to the next
-
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     uint32_t to = own + r * row_bytes;
@@ -69,98 +126,69 @@ __global__ void __launch_bounds__(kFewThreads, 1)
     const int slot = threadIdx.x + h * kFewThreads;
     if (slot < slots) op.Parameters((begin + slot) * kVec, factor[h], shift[h]);
   }
-  constexpr auto variant = std::bool_constant<kCenter>();
-  Partial parts[kRows];
+  __syncthreads();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
+    if (r >= rows) break;
     typename Op::template Running<1> running = {};
     WaitForRow(r);
     uint32_t from = own + r * row_bytes;
-    for (int slot = threadIdx.x; r < rows && slot < slots; slot += kFewThreads, from += kTurnBytes) {
+    for (int slot = threadIdx.x; slot < slots; slot += kFewThreads, from += kTurnBytes) {
       const typename Op::Slot kept[] = {{.s = LoadShared<V>(from)}};
       op.Accumulate(variant, kept, running);
     }
     Partial part[1];
     op.Totals(variant, running, part);
-    parts[r] = part[0];
-  }
-  op.MergeLanes(variant, parts, kWarp);  // of all rows at once
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (lane == 0) shared_parts[r][warp] = parts[r];
-  }
-  __syncthreads();
-
-  // Warp r posts what this block has of row r, and merges what all have.
-  Post<Partial>* const posts = plan.posts + int64_t{group} * kRows * plan.chunks;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (warp != r || r >= rows) continue;
-    Partial part[] = {lane < kFewWarps ? shared_parts[r][lane] : Partial::Identity()};
     op.MergeLanes(variant, part, kWarp);
-    if (lane == 0) posts[r * plan.chunks + chunk].Write(part[0], plan.tag);
-    Partial total = Partial::Identity();
-    for (int i = lane; i < plan.chunks; i += kWarp) {
-      total = Partial::Merge(total, posts[r * plan.chunks + i].Read(plan.tag));
-    }
-    total = Partial::MergeLanes(total, kWarp);
-    const auto final = op.Finish(variant, total);
     if (lane == 0) {
-      shared_final[r] = final;
-      if (chunk == 0) op.StoreStatistics(variant, first_row + r, final);
+      shared_parts[r][warp] = part[0];
+      ArriveAtBarrier(SharedAddress(&summed[r]));
     }
   }
-  __syncthreads();
-  // A graph is launched again with the same tag, so the last block that has read the posts removes them.
-  int left_before = 0;
-  if (threadIdx.x == 0) left_before = posts[0].Count();
 
-  const auto write = [&](int slot, const Acc(&factor)[kVec], const Acc(&shift)[kVec]) {
-    const uint32_t from = own + (slot - threadIdx.x) * kVecBytes;
+  const auto write = [&](int r, int slot, const typename Op::Final& final, const Acc(&factor)[kVec],
+                         const Acc(&shift)[kVec]) {
+    Acc out[kVec];
+    ToAccAll(LoadShared<V>(own + r * row_bytes + (slot - threadIdx.x) * kVecBytes), out);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (r >= rows) break;
-      const auto final = shared_final[r];
-      Acc out[kVec];
-      ToAccAll(LoadShared<V>(from + r * row_bytes), out);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        out[i] = fma((kCenter ? out[i] - final.mean : out[i]) * final.rstd, factor[i], shift[i]);
-      }
-      jaxnorm::Store(op.y + (offset + r * int64_t{op.cols} + slot * kVec), RoundVec<T>(out));
+    for (int i = 0; i < kVec; ++i) {
+      out[i] = fma((kCenter ? out[i] - final.mean : out[i]) * final.rstd, factor[i], shift[i]);
     }
+    jaxnorm::Store(op.y + (offset + r * int64_t{op.cols} + slot * kVec), RoundVec<T>(out));
   };
+  for (int r = 0; r < rows; ++r) {
+    WaitForBarrier(SharedAddress(&known[r]), 0);
+    const auto final = shared_final[r];
 #pragma unroll
-  for (int h = 0; h < kHeld; ++h) {
-    if (const int slot = threadIdx.x + h * kFewThreads; slot < slots) write(slot, factor[h], shift[h]);
+    for (int h = 0; h < kHeld; ++h) {
+      if (const int slot = threadIdx.x + h * kFewThreads; slot < slots) write(r, slot, final, factor[h], shift[h]);
+    }
   }
   for (int slot = threadIdx.x + kHeld * kFewThreads; slot < slots; slot += kFewThreads) {
     op.Parameters((begin + slot) * kVec, factor[0], shift[0]);
-    write(slot, factor[0], shift[0]);
+    for (int r = 0; r < rows; ++r) write(r, slot, shared_final[r], factor[0], shift[0]);
   }
-  if (!__syncthreads_or(threadIdx.x == 0 && left_before == plan.chunks - 1)) return;
-  for (int i = threadIdx.x; i < kRows * plan.chunks; i += kFewThreads) posts[i].Clear();
 }
 
 template <typename Op, bool kCenter>
 bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
                   const char* name, ffi::Error* status) {
-  using Partial = typename Op::Partial;
+  using Acc = typename Op::Acc;
   const int64_t groups = CeilDiv(op.rows, kFewRows);
   if (groups > device.sms || op.Has(1)) return false;
-  FewPlan<Partial> plan = {.rows = static_cast<int>(CeilDiv(op.rows, groups))};
+  FewPlan<Acc> plan = {.rows = static_cast<int>(CeilDiv(op.rows, groups))};
   plan.chunk_slots = static_cast<int>(CeilDiv(slots, device.sms / groups));
   plan.chunks = static_cast<int>(CeilDiv(slots, plan.chunk_slots));
   const int64_t shared_bytes = int64_t{plan.chunk_slots} * kVecBytes * plan.rows;
   const int64_t posts = groups * kFewRows * plan.chunks;
   if (shared_bytes > device.max_shared_bytes - kStaticSharedBytes ||
-      posts * static_cast<int64_t>(sizeof(Post<Partial>)) > static_cast<int64_t>(scratch.size_bytes())) {
+      posts * static_cast<int64_t>(sizeof(*plan.posts)) > static_cast<int64_t>(scratch.size_bytes())) {
     return false;
   }
-  plan.posts = static_cast<Post<Partial>*>(scratch.untyped_data());
+  plan.posts = static_cast<Post<FewMoments<Acc>>*>(scratch.untyped_data());
   plan.tag = LaunchTag();
   const Grid grid = {.blocks = groups * plan.chunks,
-                     .threads = kFewThreads,
+                     .threads = kFewThreads + kFewRows * kWarp,
                      .shared_bytes = static_cast<int>(shared_bytes),
                      .cooperative = true};
   *status = Launch<NormFwdFewKernel<Op, kCenter>>(device, stream, grid, name, op, plan);

@@ -6,7 +6,7 @@ namespace {
 
 // Measured to be the fastest for rows of up to 512, 1024 and 4096 16-bit elements.
 template <bool kOdd, typename Op>
-bool LaunchRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, ffi::Error* status) {
+bool LaunchSizes(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, ffi::Error* status) {
   return LaunchChunks<kOdd, ChunkSize<8, 2, 128, 5>, ChunkSize<4, 4, 128, 6>, ChunkSize<2, 4, 512, 2>>(
       device, stream, op, name, status);
 }
@@ -14,16 +14,16 @@ bool LaunchRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, c
 }  // namespace
 
 template <typename Op>
-bool LaunchNormFwdChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
+bool LaunchNormFwdRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
                          ffi::Error* status) {
   if constexpr (sizeof(typename Op::T) == 2) {
-    if (op.cols % 2 != 0) return LaunchRagged<true>(device, stream, op, name, status);
+    if (op.cols % 2 != 0) return LaunchSizes<true>(device, stream, op, name, status);
   }
-  return LaunchRagged<false>(device, stream, op, name, status);
+  return LaunchSizes<false>(device, stream, op, name, status);
 }
 
 #define JAXNORM_INSTANTIATE(T)                                                                                      \
-  template bool LaunchNormFwdChunks(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kRagged>&, const char*, \
+  template bool LaunchNormFwdRagged(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kRagged>&, const char*, \
                                     ffi::Error*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)

@@ -243,21 +243,29 @@ struct Post {
   __device__ __forceinline__ int Count() { return static_cast<int>(atomicAdd(&parts[0].x, 1ull) % kTagStep); }
 
   __device__ __forceinline__ P Read(uint64_t tag) const {
+    P value;
+    while (!TryRead(tag, value)) continue;
+    return value;
+  }
+
+  // Whether it is there yet. All parts are read at once.
+  __device__ __forceinline__ bool TryRead(uint64_t tag, P& value) const {
     constexpr int kWords = sizeof(P) / sizeof(uint32_t);
     WordsOf<P> words;
+    bool there = true;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      uint64_t found, value;
-      do {
-        asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
-                     : "=l"(found), "=l"(value)
-                     : "l"(__cvta_generic_to_global(&parts[i]))
-                     : "memory");
-      } while (found / kTagStep != tag / kTagStep);
-      words.w[2 * i] = static_cast<uint32_t>(value);
-      if (2 * i + 1 < kWords) words.w[(2 * i + 1) % kWords] = static_cast<uint32_t>(value >> 32);
+      uint64_t found, part;
+      asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+                   : "=l"(found), "=l"(part)
+                   : "l"(__cvta_generic_to_global(&parts[i]))
+                   : "memory");
+      there = there && found / kTagStep == tag / kTagStep;
+      words.w[2 * i] = static_cast<uint32_t>(part);
+      if (2 * i + 1 < kWords) words.w[(2 * i + 1) % kWords] = static_cast<uint32_t>(part >> 32);
     }
-    return std::bit_cast<P>(words);
+    value = std::bit_cast<P>(words);
+    return there;
   }
 };
 

@@ -109,6 +109,16 @@ def test_norm_many_long_rows(op, dtype, columns):
 
 
 @pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape", [(20, 8200), (70, 65544), (9, 131080), (75, 131080), (3, 2097152)]
+)
+def test_norm_few_long_rows(op, dtype, shape):
+    """All processors together: more rows and fewer than shared memory holds, one group of them and several."""
+    test_norm.check(op, rand(shape, dtype), "float32", residual=True)
+
+
+@pytest.mark.parametrize("op", cases.NORMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
     "shape",

@@ -285,6 +285,50 @@ struct NormBwdGradients {
   }
 };
 
+// Writes columns [first, first + kVec) of a row of parameters' gradients.
+template <typename Op, typename U>
+__device__ __forceinline__ void StoreColumns(U* row, int first, int cols, const typename Op::Acc (&values)[Op::kVec]) {
+  constexpr int kWide = kVecSize<U> < Op::kVec ? kVecSize<U> : Op::kVec;
+  if (first + Op::kVec <= cols && IsVecAligned(row + first)) {
+#pragma unroll
+    for (int i = 0; i < Op::kVec; i += kWide) {
+      Vec<U, kWide> vector;
+#pragma unroll
+      for (int k = 0; k < kWide; ++k) vector.v[k] = FromAcc<U>(values[i + k]);
+      *reinterpret_cast<Vec<U, kWide>*>(row + first + i) = vector;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Op::kVec; ++i) {
+      if (first + i < cols) row[first + i] = FromAcc<U>(values[i]);
+    }
+  }
+}
+
+// Writes one thread's slot of a group's gradients of parameters, of which there are `parts` partial sums: to `partials`, in
+// which this is part `part` of all groups', or as results if there are no others.
+template <typename Op>
+__device__ __forceinline__ void StoreGradients(const Op& op, const NormBwdGradients& gradients,
+                                               typename Op::Acc* partials, int parts, int part, int first,
+                                               const typename Op::Acc (&dscale)[Op::kVec],
+                                               const typename Op::Acc (&dbias)[Op::kVec], int64_t group = 0) {
+  using Acc = typename Op::Acc;
+  Acc* const sums = partials + int64_t{part} * op.Outputs() * op.cols;
+  const auto write = [&](bool is_bias, const Acc(&values)[Op::kVec]) {
+    void* const final = is_bias ? gradients.dbias : gradients.dscale;
+    Acc* const partial = sums + (is_bias && op.need_scale ? op.cols : 0);
+    if (parts > 1) {
+      StoreColumns<Op>(partial, first, op.cols, values);
+    } else if (gradients.exact) {
+      StoreColumns<Op>(static_cast<Acc*>(final) + group * op.cols, first, op.cols, values);
+    } else {
+      StoreColumns<Op>(static_cast<typename Op::T*>(final) + group * op.cols, first, op.cols, values);
+    }
+  };
+  if (op.need_scale) write(false, dscale);
+  if (op.need_bias) write(true, dbias);
+}
+
 // Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns columns for each block.
 inline constexpr int kSumThreads = 256;
 template <typename T>
@@ -329,6 +373,14 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
   return Launch<NormBwdSumKernel<typename Op::T>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
                                                   width, total, log2_columns, Gradients<Op>(args));
 }
+
+// Rows of as many slots, of which a cluster has no more than that, are few.
+inline constexpr int kFewRowsSlots = 8192, kFewRowsTurns = 8;
+
+// Few and long rows: defined in norm_bwd_few.cu for the kPlain operations. False if it does not suit.
+template <typename Op>
+bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                      ffi::AnyBuffer scratch, ffi::Error* status);
 
 // Rows that no cluster can hold, or few long ones: defined in norm_bwd_long.cu.
 template <typename Op>

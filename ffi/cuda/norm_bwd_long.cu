@@ -19,26 +19,6 @@ struct NormBwdLongPlan {
   int tiles = 1, slices = 1;  // of columns and rows, for the rest
 };
 
-// Writes columns [first, first + kVec) of a row of parameters' gradients.
-template <typename Op, typename U>
-__device__ __forceinline__ void StoreColumns(U* row, int first, int cols, const typename Op::Acc (&values)[Op::kVec]) {
-  constexpr int kWide = kVecSize<U> < Op::kVec ? kVecSize<U> : Op::kVec;
-  if (first + Op::kVec <= cols && IsVecAligned(row + first)) {
-#pragma unroll
-    for (int i = 0; i < Op::kVec; i += kWide) {
-      Vec<U, kWide> vector;
-#pragma unroll
-      for (int k = 0; k < kWide; ++k) vector.v[k] = FromAcc<U>(values[i + k]);
-      *reinterpret_cast<Vec<U, kWide>*>(row + first + i) = vector;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < Op::kVec; ++i) {
-      if (first + i < cols) row[first + i] = FromAcc<U>(values[i]);
-    }
-  }
-}
-
 // Chunk blockIdx.x % chunks of kLongRows rows: sums[row][chunk].
 template <typename Op>
 __global__ void __launch_bounds__(kLongThreads)
@@ -151,21 +131,8 @@ __global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 
     }
   }
   if (!active) return;
-  // Final results, or partial sums of this slice: dscale, if it is needed, and then dbias.
-  Acc* const sums_out = partials + (plan.group * plan.slices + slice) * op.Outputs() * op.cols;
-  const auto write = [&](bool is_bias, const Acc(&values)[kVec]) {
-    void* const final = is_bias ? gradients.dbias : gradients.dscale;
-    Acc* const partial = sums_out + (is_bias && op.need_scale ? op.cols : 0);
-    if (plan.slices > 1) {
-      StoreColumns<Op>(partial, first, op.cols, values);
-    } else if (gradients.exact) {
-      StoreColumns<Op>(static_cast<Acc*>(final) + plan.group * op.cols, first, op.cols, values);
-    } else {
-      StoreColumns<Op>(static_cast<typename Op::T*>(final) + plan.group * op.cols, first, op.cols, values);
-    }
-  };
-  if (op.need_scale) write(false, dscale);
-  if (op.need_bias) write(true, dbias);
+  StoreGradients(op, gradients, partials, plan.slices, static_cast<int>(plan.group * plan.slices) + slice, first,
+                 dscale, dbias, plan.group);
 }
 
 }  // namespace

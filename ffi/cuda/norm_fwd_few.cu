@@ -73,26 +73,11 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     op.MergeLanes(variant, part, kWarp);
     Post<FewMoments<Acc>>* const posts = plan.posts + (int64_t{group} * kRows + r) * plan.chunks;
     if (lane == 0) posts[chunk].Write({part[0].mean, part[0].squares}, plan.tag);
-    Partial total = Partial::Identity();
-    for (int first = lane; first < plan.chunks; first += kPolled * kWarp) {
-      FewMoments<Acc> moments[kPolled];
-      bool there;
-      do {
-        there = true;
-#pragma unroll
-        for (int i = 0; i < kPolled; ++i) {
-          if (const int k = first + i * kWarp; k < plan.chunks) there &= posts[k].TryRead(plan.tag, moments[i]);
-        }
-      } while (!there);
-#pragma unroll
-      for (int i = 0; i < kPolled; ++i) {
-        const int k = first + i * kWarp;
-        if (k >= plan.chunks) break;
-        const int count = min(plan.chunk_slots * kVec, op.cols - k * plan.chunk_slots * kVec);
-        total = Partial::Merge(total, {static_cast<Acc>(count), moments[i].mean, moments[i].squares});
-      }
-    }
-    const auto final = op.Finish(variant, Partial::MergeLanes(total, kWarp));
+    const auto final =
+        op.Finish(variant, MergePosts<kPolled>(posts, plan.chunks, plan.tag, [&](int k, const auto& value) {
+                    const int count = min(plan.chunk_slots * kVec, op.cols - k * plan.chunk_slots * kVec);
+                    return Partial{static_cast<Acc>(count), value.mean, value.squares};
+                  }));
     int left_before = 0;
     if (lane == 0) {
       shared_final[r] = final;
@@ -119,7 +104,7 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     }
     CopyCommit();
   }
-  // Parameters of a thread's first slots are on their way from now on.
+  // Parameters of a thread's first slots are on their way from now on: later was measured to be too late.
   Acc factor[kHeld][kVec], shift[kHeld][kVec];
 #pragma unroll
   for (int h = 0; h < kHeld; ++h) {

@@ -269,6 +269,30 @@ struct Post {
   }
 };
 
+// Merges f(i, post i) of all `count` posts, by a warp. kPolled of each lane are read at once: waiting for one after the other
+// takes longer.
+template <int kPolled, typename P, typename F>
+__device__ __forceinline__ auto MergePosts(const Post<P>* posts, int count, uint64_t tag, F f) {
+  using Merged = decltype(f(0, P()));
+  auto total = Merged::Identity();
+  for (int first = threadIdx.x % kWarp; first < count; first += kPolled * kWarp) {
+    P values[kPolled];
+    bool there;
+    do {
+      there = true;
+#pragma unroll
+      for (int i = 0; i < kPolled; ++i) {
+        if (const int k = first + i * kWarp; k < count) there &= posts[k].TryRead(tag, values[i]);
+      }
+    } while (!there);
+#pragma unroll
+    for (int i = 0; i < kPolled; ++i) {
+      if (const int k = first + i * kWarp; k < count) total = Merged::Merge(total, f(k, values[i]));
+    }
+  }
+  return Merged::MergeLanes(total, kWarp);
+}
+
 // Where the `blocks` blocks of a row exchange their partials. All blocks of the launch must be running.
 template <typename P>
 struct Meeting {

@@ -1,0 +1,223 @@
+// layer_norm and rms_norm, backward, of few and very long rows: all multiprocessors together, in one launch.
+//
+// Each group of blocks has some of the rows, and each of its blocks some columns of them: a thread owns a slot or two, whose
+// scale and sums for gradients it keeps in registers. Rows are on their way to shared memory several turns before they
+// are reduced, and stay there until they are written, some turns later. Meanwhile the blocks exchange their sums
+// through global memory, for which a block has warps of its own.
+#include "norm_bwd.cuh"
+
+namespace jaxnorm {
+namespace {
+
+inline constexpr int kFewThreads = 512;  // that have slots; those of the exchange come after them
+inline constexpr int kFewWarps = kFewThreads / kWarp, kExchangeWarps = 4;
+inline constexpr int kFewSlots = 2;    // of a thread, at most
+inline constexpr int kFewRows = 64;    // of a group, at most
+inline constexpr int kFewPlaces = 16;  // for the sums of rows: more than are between those that any two warps work on
+inline constexpr int kFewPolled = 5;   // posts of a lane that are read at once
+
+// Rows in shared memory, and turns from reducing one to writing it. The exchange takes about as long as the larger lag
+// if a thread has one slot, and as the smaller one if it has two.
+template <int kStages_, int kLag_>
+struct FewWindow {
+  static constexpr int kStages = kStages_, kLag = kLag_;
+  static_assert(kFewPlaces > 2 * kLag && kStages > kLag + 1);
+};
+using WideWindow = FewWindow<7, 3>;
+using NarrowWindow = FewWindow<13, 6>;
+
+// Block i has chunk i % chunks of rows [i / chunks * rows, i / chunks * rows + rows).
+template <typename Sums>
+struct NormBwdFewPlan {
+  int rows = 1, groups = 1;
+  int chunks = 1, chunk_slots = 0;
+  Post<Sums>* posts = nullptr;  // [op.rows][chunks]
+  uint64_t tag = 0;
+};
+
+template <typename Op, typename Window>
+__global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
+    NormBwdFewKernel(const __grid_constant__ Op op, const NormBwdFewPlan<typename Op::Sums> plan,
+                     typename Op::Acc* partials, const NormBwdGradients gradients) {
+  using T = typename Op::T;
+  using Acc = typename Op::Acc;
+  using V = typename Op::V;
+  using Sums = typename Op::Sums;
+  constexpr int kVec = Op::kVec, kSlots = kFewSlots, kStages = Window::kStages, kLag = Window::kLag;
+  static_assert(Op::kMode == Mode::kPlain);
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
+  __shared__ alignas(kVecBytes) Sums parts[kFewPlaces][kFewWarps];
+  __shared__ typename Op::Final finals[kFewPlaces];
+  __shared__ typename Op::Statistics statistics[kFewRows];
+  __shared__ uint64_t summed[kFewRows], known[kFewRows];  // barriers: the block's share of a row, and its final
+  const int group = blockIdx.x / plan.chunks, chunk = blockIdx.x - group * plan.chunks;
+  const int64_t first_row = int64_t{group} * plan.rows;
+  const int rows = static_cast<int>(min(op.rows - first_row, static_cast<int64_t>(plan.rows)));
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+
+  if (warp >= kFewWarps) {
+    for (int r = threadIdx.x - kFewThreads; r < rows; r += kExchangeWarps * kWarp) {
+      InitBarrier(&summed[r], kFewWarps);
+      InitBarrier(&known[r], 1);
+      statistics[r] = op.StatisticsOf(first_row + r, true);
+    }
+    __syncthreads();
+    for (int r = warp - kFewWarps; r < rows; r += kExchangeWarps) {
+      WaitForBarrier(SharedAddress(&summed[r]), 0);
+      Sums sums = lane < kFewWarps ? parts[r % kFewPlaces][lane] : Sums::Identity();
+      sums = Sums::MergeLanes(sums, kWarp);
+      Post<Sums>* const posts = plan.posts + (first_row + r) * plan.chunks;
+      if (lane == 0) posts[chunk].Write(sums, plan.tag);
+      sums = MergePosts<kFewPolled>(posts, plan.chunks, plan.tag, [](int, const Sums& value) { return value; });
+      int left_before = 0;
+      if (lane == 0) {
+        finals[r % kFewPlaces] = op.Finish(sums);
+        ArriveAtBarrier(SharedAddress(&known[r]));
+        left_before = posts[0].Count();
+      }
+      // A graph is launched again with the same tag, so the last warp that has read the posts removes them.
+      if (__shfl_sync(kAllLanes, left_before, 0) != plan.chunks - 1) continue;
+      for (int i = lane; i < plan.chunks; i += kWarp) posts[i].Clear();
+    }
+    return;
+  }
+
+  const int begin = chunk * plan.chunk_slots, slots = min(plan.chunk_slots, op.Slots() - begin);
+  const auto active = [&](int h) { return static_cast<int>(threadIdx.x) + h * kFewThreads < slots; };
+  const auto column = [&](int h) { return (begin + static_cast<int>(threadIdx.x) + h * kFewThreads) * kVec; };
+  const int64_t offset = first_row * op.cols + column(0);  // of this thread's first slot in row 0
+  const uint32_t own = SharedAddress(shared_bytes) + threadIdx.x * kVecBytes;
+  const uint32_t array_bytes = plan.chunk_slots * kVecBytes;
+  const auto at = [&](int stage, int h, int k) {
+    return own + (stage * 2 + k) * array_bytes + h * (kFewThreads * kVecBytes);
+  };
+  const auto from = [&](int r, int h, int k) {
+    return op.Beside(op.x.data + (offset + r * int64_t{op.cols} + h * (kFewThreads * kVec)), k);
+  };
+  const auto copy = [&](int r, int stage) {
+    if (r >= rows) return;
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) {
+      if (!active(h)) continue;
+      CopyAsync(at(stage, h, 0), from(r, h, 0));
+      CopyAsync(at(stage, h, 1), from(r, h, 1));
+    }
+  };
+#pragma unroll 1
+  for (int r = 0; r < kStages; ++r) {
+    copy(r, r);
+    CopyCommit();
+  }
+  Acc sc[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
+#pragma unroll
+  for (int h = 0; h < kSlots; ++h) {
+    op.Scale(0, active(h) ? column(h) : 0, sc[h]);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) dscale[h][i] = dbias[h][i] = 0;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int h = 0; h < kSlots; ++h) op.Offset(sc[h]);
+
+  const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
+  int stage = 0, written_stage = 0;
+#pragma unroll 1
+  for (int turn = 0; turn < rows + kLag; ++turn) {
+    // Turns before kLag end with an empty group of copies.
+    if (turn < kStages) {
+      CopyWait<kStages - 1>();
+    } else {
+      CopyWait<kStages - 1 - kLag>();
+    }
+    if (turn < rows) {
+      Sums sums = Sums::Identity();
+#pragma unroll
+      for (int h = 0; h < kSlots; ++h) {
+        if (!active(h)) continue;
+        op.Reduce({}, statistics[turn], column(h), LoadShared<V>(at(stage, h, 0)), LoadShared<V>(at(stage, h, 1)),
+                  sc[h], sums, dscale[h], dbias[h]);
+      }
+      Sums::StoreMerged(SharedAddress(&parts[turn % kFewPlaces][warp]), sums, lane);
+      if (lane == 0) ArriveAtBarrier(SharedAddress(&summed[turn]));
+      stage = after(stage);
+    }
+    if (const int r = turn - kLag; r >= 0) {
+      V added[kSlots];
+#pragma unroll
+      for (int h = 0; h < kSlots; ++h) {
+        if (op.Has(2) && active(h)) added[h] = jaxnorm::Load(from(r, h, 2));
+      }
+      WaitForBarrier(SharedAddress(&known[r]), 0);
+      const auto final = finals[r % kFewPlaces];
+#pragma unroll
+      for (int h = 0; h < kSlots; ++h) {
+        if (!active(h)) continue;
+        Acc out[kVec];
+        op.Dx({}, statistics[r], column(h), LoadShared<V>(at(written_stage, h, 0)),
+              LoadShared<V>(at(written_stage, h, 1)), sc[h], final, out);
+        if (op.Has(2)) op.Add(added[h], out);
+        op.Store(op.dx + (offset + r * int64_t{op.cols} + h * (kFewThreads * kVec)), column(h), out);
+      }
+      copy(r + kStages, written_stage);
+      written_stage = after(written_stage);
+    }
+    CopyCommit();
+  }
+#pragma unroll
+  for (int h = 0; h < kSlots; ++h) {
+    if (active(h)) StoreGradients(op, gradients, partials, plan.groups, group, column(h), dscale[h], dbias[h]);
+  }
+}
+
+}  // namespace
+
+template <typename Op>
+bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                      ffi::AnyBuffer scratch, ffi::Error* status) {
+  using Acc = typename Op::Acc;
+  using Sums = typename Op::Sums;
+  if (args.shape.groups != 1 || !op.need_x) return false;
+  // As many groups as give all threads a slot: each leaves a row of partial sums for the gradients of parameters.
+  NormBwdFewPlan<Sums> plan;
+  const int64_t groups = std::clamp<int64_t>(int64_t{device.sms} * kFewThreads / op.Slots(), 1, op.rows);
+  plan.rows = static_cast<int>(std::min<int64_t>(CeilDiv(op.rows, groups), kFewRows + 1));
+  plan.groups = static_cast<int>(CeilDiv(op.rows, plan.rows));
+  plan.chunk_slots = static_cast<int>(CeilDiv(op.Slots(), std::max(device.sms / plan.groups, 1)));
+  plan.chunks = static_cast<int>(CeilDiv(op.Slots(), plan.chunk_slots));
+  const int64_t row_bytes = int64_t{2} * plan.chunk_slots * kVecBytes;
+  const int64_t room = device.max_shared_bytes - kStaticSharedBytes;
+  const int64_t post_bytes = op.rows * plan.chunks * static_cast<int64_t>(sizeof(Post<Sums>));
+  const int64_t partial_bytes =
+      plan.groups == 1 ? 0 : int64_t{plan.groups} * op.Outputs() * op.cols * static_cast<int64_t>(sizeof(Acc));
+  if (plan.rows > kFewRows || plan.groups > device.sms || plan.chunk_slots > kFewThreads * kFewSlots ||
+      WideWindow::kStages * row_bytes > room ||
+      post_bytes + partial_bytes > static_cast<int64_t>(scratch.size_bytes())) {
+    return false;
+  }
+  plan.posts = static_cast<Post<Sums>*>(scratch.untyped_data());
+  plan.tag = LaunchTag();
+  Acc* const partials = reinterpret_cast<Acc*>(static_cast<char*>(scratch.untyped_data()) + post_bytes);
+  const auto launch = [&]<typename Window>(Window) {
+    const Grid grid = {.blocks = int64_t{plan.groups} * plan.chunks,
+                       .threads = kFewThreads + kExchangeWarps * kWarp,
+                       .shared_bytes = static_cast<int>(Window::kStages * row_bytes),
+                       .cooperative = true};
+    return Launch<NormBwdFewKernel<Op, Window>>(device, stream, grid, "norm_bwd", op, plan, partials,
+                                                Gradients<Op>(args));
+  };
+  *status = NarrowWindow::kStages * row_bytes <= room ? launch(NarrowWindow()) : launch(WideWindow());
+  if (plan.groups > 1 && op.Outputs() > 0 && status->success()) {
+    *status = LaunchSum(device, stream, op, args, partials, plan.groups);
+  }
+  return true;
+}
+
+#define JAXNORM_INSTANTIATE(T)                                                                                         \
+  template bool LaunchNormBwdFew(const DeviceInfo&, cudaStream_t, const NormBwd<T, Mode::kPlain>&, const NormBwdArgs&, \
+                                 ffi::AnyBuffer, ffi::Error*);
+JAXNORM_INSTANTIATE(float)
+JAXNORM_INSTANTIATE(__half)
+JAXNORM_INSTANTIATE(__nv_bfloat16)
+#undef JAXNORM_INSTANTIATE
+
+}  // namespace jaxnorm

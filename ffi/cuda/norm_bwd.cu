@@ -385,15 +385,13 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     if (plan.cluster <= kMaxCluster && kStages * stage_bytes <= room) {
       at_once = ActiveClusters<NormBwdKernel<Op, true>>(device, kMaxThreads, plan.cluster);
     }
-    const bool few = at_once == 0 || op.rows < 2 * at_once;
-    if constexpr (Op::kMode == Mode::kPlain) {
-      auto status = ffi::Error::Success();
-      if ((few || (slots >= kFewRowsSlots && op.rows <= kFewRowsTurns * at_once)) &&
-          LaunchNormBwdFew(device, stream, op, args, scratch, &status)) {
-        return status;
+    if (at_once == 0 || op.rows < 2 * at_once) {
+      if constexpr (Op::kMode == Mode::kPlain) {
+        auto status = ffi::Error::Success();
+        if (LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
       }
+      return LaunchNormBwdLong(device, stream, op, args, scratch);
     }
-    if (few) return LaunchNormBwdLong(device, stream, op, args, scratch);
   }
   plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
   const int64_t wanted = std::max<int64_t>(CeilDiv(plan.part_slots, Op::kSlots), kEdges<Op> / kMaxEdgesPerThread);

@@ -329,30 +329,36 @@ __device__ __forceinline__ void StoreGradients(const Op& op, const NormBwdGradie
   if (op.need_bias) write(true, dbias);
 }
 
-// Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns columns for each block.
+// Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns times kWide columns for each block.
 inline constexpr int kSumThreads = 256;
-template <typename T>
+template <typename T, int kWide>
 __global__ void __launch_bounds__(kSumThreads)
     NormBwdSumKernel(const AccT<T>* partials, int parts, int64_t width, int64_t total, int log2_columns,
                      const NormBwdGradients gradients) {
   using Acc = AccT<T>;
-  __shared__ Acc sums[kSumThreads];
+  using Columns = Vec<Acc, kWide>;
+  __shared__ Columns sums[kSumThreads];
   const int columns = 1 << log2_columns, x = threadIdx.x & (columns - 1), y = threadIdx.x >> log2_columns;
   const int ways = kSumThreads >> log2_columns;
-  const int64_t column = int64_t{blockIdx.x} * columns + x;  // of all groups
+  const int64_t column = (int64_t{blockIdx.x} * columns + x) * kWide;  // of all groups
   const int64_t group = column < width ? 0 : column / width, c = column - group * width;
-  Acc sum = 0;
+  Columns sum = {};
+  const auto add = [&](const Columns& more) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) sum.v[i] += more.v[i];
+  };
   if (column < total) {
     const Acc* p = partials + group * parts * width + c;
 #pragma unroll 8
-    for (int b = y; b < parts; b += ways) sum += p[b * width];
+    for (int b = y; b < parts; b += ways) add(*reinterpret_cast<const Columns*>(p + b * width));
   }
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (y != 0 || column >= total) return;
 #pragma unroll 8
-  for (int i = 1; i < ways; ++i) sum += sums[i * columns + x];
-  gradients.Store<T>(group, c, sum);
+  for (int i = 1; i < ways; ++i) add(sums[i * columns + x]);
+#pragma unroll
+  for (int i = 0; i < kWide; ++i) gradients.Store<T>(group, c + i, sum.v[i]);
 }
 
 template <typename Op>
@@ -365,17 +371,22 @@ NormBwdGradients Gradients(const NormBwdArgs& args) {
 template <typename Op>
 ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
                      const typename Op::Acc* partials, int64_t parts) {
+  using T = typename Op::T;
   const int64_t width = int64_t{op.Outputs()} * op.cols, total = args.shape.groups * width;
-  // Each thread adds up 8 or more, and neighbours read 32 bytes or more.
-  const int log2_columns =
-      std::countr_zero(static_cast<unsigned>(kSumThreads / std::clamp(NextPowerOfTwo(parts / 8), 1, 32)));
-  const Grid grid = {.blocks = CeilDiv(total, int64_t{1} << log2_columns), .threads = kSumThreads};
-  return Launch<NormBwdSumKernel<typename Op::T>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
-                                                  width, total, log2_columns, Gradients<Op>(args));
+  const auto launch = [&]<int kWide>(std::integral_constant<int, kWide>) {
+    // Each thread adds up 8 or more, and neighbours read 32 bytes or more.
+    const int log2_columns =
+        std::countr_zero(static_cast<unsigned>(kSumThreads / std::clamp(NextPowerOfTwo(parts / 8), 1, 32)));
+    const Grid grid = {.blocks = CeilDiv(total, int64_t{kWide} << log2_columns), .threads = kSumThreads};
+    return Launch<NormBwdSumKernel<T, kWide>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
+                                              width, total, log2_columns, Gradients<Op>(args));
+  };
+  // Whole vectors where enough threads are left to fill the device.
+  constexpr int kWide = kVecSize<typename Op::Acc>;
+  const bool wide =
+      op.cols % kWide == 0 && IsVecAligned(partials) && total >= int64_t{device.sms} * kSumThreads * kWide;
+  return wide ? launch(std::integral_constant<int, kWide>()) : launch(std::integral_constant<int, 1>());
 }
-
-// Rows of as many slots, of which a cluster has no more than that, are few.
-inline constexpr int kFewRowsSlots = 8192, kFewRowsTurns = 8;
 
 // Few and long rows: defined in norm_bwd_few.cu for the kPlain operations. False if it does not suit.
 template <typename Op>

@@ -1,5 +1,5 @@
-// layer_norm and rms_norm, backward: what both kernels share, which are those of rows that blocks or clusters hold
-// (norm_bwd.cu) and of longer ones (norm_bwd_long.cu). The formulas are in norm_args.h.
+// layer_norm and rms_norm, backward: what the kernels share, which are those of rows that blocks or clusters hold
+// (norm_bwd.cu), and of longer or few long ones (norm_bwd_few.cu, norm_bwd_long.cu). The formulas are in norm_args.h.
 #ifndef JAXNORM_CUDA_NORM_BWD_CUH_
 #define JAXNORM_CUDA_NORM_BWD_CUH_
 

@@ -1,6 +1,7 @@
-// layer_norm and rms_norm, backward, of rows that no cluster can hold, or too few to fill the device with clusters: they are
-// read twice, the second time from L2 if they fit. One launch reduces them, and a second one, whose threads own columns, writes dx and sums up the gradients of
-// parameters. A third one adds up what several threads have of a column.
+// layer_norm and rms_norm, backward, of rows that no cluster can hold, or too few to fill the device with clusters, where
+// norm_bwd_few.cu does not suit: they are read twice, the second time from L2 if they fit. One launch reduces them, and a
+// second one, whose threads own columns, writes dx and sums up the gradients of parameters. A third one adds up what
+// several threads have of a column.
 #include <algorithm>
 
 #include "norm_bwd.cuh"

@@ -1,5 +1,5 @@
-// layer_norm and rms_norm, forward: the operation, of which norm_fwd_short.cu has a kernel for short rows and rows.cuh
-// those for all others. The formulas are in norm_args.h.
+// layer_norm and rms_norm, forward: the operation, for which norm_fwd_*.cu have kernels, each for some lengths of rows, and
+// rows.cuh those for all others. The formulas are in norm_args.h.
 #ifndef JAXNORM_CUDA_NORM_FWD_CUH_
 #define JAXNORM_CUDA_NORM_FWD_CUH_
 

@@ -78,10 +78,6 @@ def _any(shape, axes, operands) -> bool:
     return True
 
 
-def _few_long_rows(shape, axes) -> bool:
-    return _size(shape, axes) >= 2**20 and _size(shape, range(len(shape) - len(axes))) <= 8
-
-
 # The first row that applies decides, for all platforms: which one a program is compiled for is not known when it is
 # traced. Figures are of bfloat16 on an H200 (batch_norm: float16), of all dtypes on a CPU. ALWAYS asks for 1.2 forward
 # alone on the H200: less may be lost again where XLA would fuse the neighbours.
@@ -129,19 +125,12 @@ TABLE = (
         "the plain formula, as there is no kernel for such axes; keeps x and one or two numbers per row",
     ),
     Rule(
-        ("layer_norm", "rms_norm"),
-        lambda shape, axes, operands: _few_long_rows(shape, axes),
-        DIFFERENTIATED,
-        "a few rows of a million",
-        (Figures("H200", (1.08, 1.16), (1.99, 2.38), _NORM),),
-    ),
-    Rule(
         ("rms_norm",),
         lambda shape, axes, operands: _short_rows(shape, axes, 8192),
         DIFFERENTIATED,
         "rows of at most 8192",
         (
-            Figures("H200", (0.93, 1.24), (1.80, 3.44), ("h200-rms_norm.json",)),
+            Figures("H200", (0.95, 1.46), (1.81, 3.44), ("h200-rms_norm.json",)),
             Figures("CPU", (1.13, 2.27), (1.77, 2.07), _CPU),
         ),
     ),
@@ -151,7 +140,7 @@ TABLE = (
         ALWAYS,
         "",
         (
-            Figures("H200", (1.32, 2.25), (2.07, 4.73), _NORM),
+            Figures("H200", (1.32, 2.22), (2.23, 4.72), _NORM),
             Figures("CPU", (1.05, 2.30), (1.41, 3.98), _CPU),
         ),
     ),

@@ -322,11 +322,12 @@ bool LaunchChunkKernel(const DeviceInfo& device, cudaStream_t stream, const Op& 
   constexpr auto kKernel = NormFwdChunkKernel<Op, kCenter, kAdd, kOdd, Size>;
   constexpr int kUnit = kChunkUnit<Op>;
   const int threads = static_cast<int>(CeilDiv(CeilDiv(op.cols, kUnit), Size::kUnits * kWarp) * kWarp);
-  const int64_t bytes = int64_t{Size::kRows} * op.cols * static_cast<int>(sizeof(T)) + kVecBytes;
+  if (threads > Size::kThreads) return false;
+  const int bytes = Size::kRows * op.cols * static_cast<int>(sizeof(T)) + kVecBytes;
   ChunkPlan plan = {.chunks = CeilDiv(op.rows, Size::kRows),
                     .array_bytes = static_cast<int>(CeilDiv(bytes, kLineBytes) * kLineBytes)};
   const int shared_bytes = (Op::kMode == Mode::kPlain ? 1 : kChunkStages) * (kAdd ? 2 : 1) * plan.array_bytes;
-  if (threads > Size::kThreads || shared_bytes > device.max_shared_bytes - kStaticSharedBytes) return false;
+  if (shared_bytes > device.max_shared_bytes - kStaticSharedBytes) return false;
   // A block that stays for several chunks loads its parameters once, and copies one chunk while it works on another; but
   // multiprocessors are not equally fast, and if blocks are few, most wait for the slowest. Whole slots have their
   // parameters in few loads.

@@ -13,8 +13,7 @@ inline constexpr int kFewThreads = 512;  // that have slots; those of the exchan
 inline constexpr int kFewWarps = kFewThreads / kWarp;
 inline constexpr int kFewRows = 8;  // of a block, at most
 inline constexpr int kHeld = 2;     // slots of a thread whose parameters it has in registers
-inline constexpr int kPolled =
-    5;  // posts of a lane that are read at once: waiting for one after the other takes longer
+inline constexpr int kPolled = 5;   // posts of a lane that are read at once
 
 // What a block tells the others of its share of a row. How many elements that has they know.
 template <typename Acc>

@@ -14,7 +14,6 @@ inline constexpr int kFewWarps = kFewThreads / kWarp, kExchangeWarps = 4;
 inline constexpr int kFewSlots = 2;    // of a thread, at most
 inline constexpr int kFewRows = 64;    // of a group, at most
 inline constexpr int kFewPlaces = 16;  // for the sums of rows: more than are between those that any two warps work on
-inline constexpr int kFewPolled = 5;   // posts of a lane that are read at once
 
 // Rows in shared memory, and turns from reducing one to writing it. The exchange takes about as long as the larger lag
 // if a thread has one slot, and as the smaller one if it has two.
@@ -68,16 +67,14 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
       sums = Sums::MergeLanes(sums, kWarp);
       Post<Sums>* const posts = plan.posts + (first_row + r) * plan.chunks;
       if (lane == 0) posts[chunk].Write(sums, plan.tag);
-      sums = MergePosts<kFewPolled>(posts, plan.chunks, plan.tag, [](int, const Sums& value) { return value; });
+      sums = MergePosts(posts, plan.chunks, plan.tag, [](int, const Sums& value) { return value; });
       int left_before = 0;
       if (lane == 0) {
         finals[r % kFewPlaces] = op.Finish(sums);
         ArriveAtBarrier(SharedAddress(&known[r]));
         left_before = posts[0].Count();
       }
-      // A graph is launched again with the same tag, so the last warp that has read the posts removes them.
-      if (__shfl_sync(kAllLanes, left_before, 0) != plan.chunks - 1) continue;
-      for (int i = lane; i < plan.chunks; i += kWarp) posts[i].Clear();
+      ClearAfterLast(posts, plan.chunks, left_before);
     }
     return;
   }

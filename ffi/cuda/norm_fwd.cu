@@ -35,13 +35,12 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
       if (full && split) return LaunchSplit(*device, stream, ragged, slots, scratch, name);
       if (aligned) {
         const NormFwd<T, Mode::kPlain> plain(args);
-        if (slots <= MaxShortSlots(plain.center) && !plain.grouped) {
-          return LaunchNormFwdShort(*device, stream, plain, slots, name);
-        }
-        if (!plain.grouped && LaunchNormFwdChunks(*device, stream, plain, name, &status)) return status;
-        if (slots > MaxBundleSlots(plain.center) && !plain.grouped &&
-            LaunchNormFwdLong(*device, stream, plain, slots, name, &status)) {
-          return status;
+        if (!plain.grouped) {
+          if (slots <= MaxShortSlots(plain.center)) return LaunchNormFwdShort(*device, stream, plain, slots, name);
+          if (LaunchNormFwdChunks(*device, stream, plain, name, &status)) return status;
+          if (slots > MaxBundleSlots(plain.center) && LaunchNormFwdLong(*device, stream, plain, slots, name, &status)) {
+            return status;
+          }
         }
         return LaunchRow(*device, stream, plain, slots, name);
       }

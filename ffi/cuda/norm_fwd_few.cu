@@ -13,7 +13,6 @@ inline constexpr int kFewThreads = 512;  // that have slots; those of the exchan
 inline constexpr int kFewWarps = kFewThreads / kWarp;
 inline constexpr int kFewRows = 8;  // of a block, at most
 inline constexpr int kHeld = 2;     // slots of a thread whose parameters it has in registers
-inline constexpr int kPolled = 5;   // posts of a lane that are read at once
 
 // What a block tells the others of its share of a row. How many elements that has they know.
 template <typename Acc>
@@ -72,11 +71,11 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     op.MergeLanes(variant, part, kWarp);
     Post<FewMoments<Acc>>* const posts = plan.posts + (int64_t{group} * kRows + r) * plan.chunks;
     if (lane == 0) posts[chunk].Write({part[0].mean, part[0].squares}, plan.tag);
-    const auto final =
-        op.Finish(variant, MergePosts<kPolled>(posts, plan.chunks, plan.tag, [&](int k, const auto& value) {
-                    const int count = min(plan.chunk_slots * kVec, op.cols - k * plan.chunk_slots * kVec);
-                    return Partial{static_cast<Acc>(count), value.mean, value.squares};
-                  }));
+    const auto final = op.Finish(variant, MergePosts(posts, plan.chunks, plan.tag, [&](int k, const auto& value) {
+                                   const int count =
+                                       min(plan.chunk_slots * kVec, op.cols - k * plan.chunk_slots * kVec);
+                                   return Partial{static_cast<Acc>(count), value.mean, value.squares};
+                                 }));
     int left_before = 0;
     if (lane == 0) {
       shared_final[r] = final;
@@ -84,9 +83,7 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
       if (chunk == 0) op.StoreStatistics(variant, first_row + r, final);
       left_before = posts[0].Count();
     }
-    // A graph is launched again with the same tag, so the last warp that has read the posts removes them.
-    if (__shfl_sync(kAllLanes, left_before, 0) != plan.chunks - 1) return;
-    for (int i = lane; i < plan.chunks; i += kWarp) posts[i].Clear();
+    ClearAfterLast(posts, plan.chunks, left_before);
     return;
   }
 

@@ -269,11 +269,11 @@ struct Post {
   }
 };
 
-// Merges f(i, post i) of all `count` posts, by a warp. kPolled of each lane are read at once: waiting for one after the other
-// takes longer.
-template <int kPolled, typename P, typename F>
+// Merges f(i, post i) of all `count` posts, by a warp.
+template <typename P, typename F>
 __device__ __forceinline__ auto MergePosts(const Post<P>* posts, int count, uint64_t tag, F f) {
   using Merged = decltype(f(0, P()));
+  constexpr int kPolled = 5;  // posts of a lane that are read at once: waiting for one after the other takes longer
   auto total = Merged::Identity();
   for (int first = threadIdx.x % kWarp; first < count; first += kPolled * kWarp) {
     P values[kPolled];
@@ -291,6 +291,14 @@ __device__ __forceinline__ auto MergePosts(const Post<P>* posts, int count, uint
     }
   }
   return Merged::MergeLanes(total, kWarp);
+}
+
+// By a warp, after MergePosts, with what lane 0 has had from posts[0].Count(). A graph is launched again with the same tag, so
+// the last warp that has read the posts removes them.
+template <typename P>
+__device__ __forceinline__ void ClearAfterLast(Post<P>* posts, int count, int left_before) {
+  if (__shfl_sync(kAllLanes, left_before, 0) != count - 1) return;
+  for (int i = threadIdx.x % kWarp; i < count; i += kWarp) posts[i].Clear();
 }
 
 // Where the `blocks` blocks of a row exchange their partials. All blocks of the launch must be running.

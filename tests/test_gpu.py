@@ -110,12 +110,13 @@ def test_norm_many_long_rows(op, dtype, columns):
 
 @pytest.mark.parametrize("op", cases.NORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
     "shape", [(20, 8200), (70, 65544), (9, 131080), (75, 131080), (3, 2097152)]
 )
-def test_norm_few_long_rows(op, dtype, shape):
+def test_norm_few_long_rows(op, dtype, shape, residual):
     """All processors together: more rows and fewer than shared memory holds, one group of them and several."""
-    test_norm.check(op, rand(shape, dtype), "float32", residual=True)
+    test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
 
 
 @pytest.mark.parametrize("op", cases.NORMS)
@@ -127,7 +128,7 @@ def test_norm_few_long_rows(op, dtype, shape):
         (45001, 66),
         (14003, 513),
         (14001, 1002),
-        (3003, 1800),
+        (3003, 1802),
         (2501, 3001),
         (1003, 1024),
     ],
@@ -443,8 +444,8 @@ def test_relu_of_more_than_two_to_the_31_elements():
 
 
 @pytest.mark.parametrize("op", cases.NORMS)
-def test_norm_of_more_than_two_to_the_31_elements(op):
-    columns = 4096
+@pytest.mark.parametrize("columns", [128, 1023, 1024, 4096])
+def test_norm_of_more_than_two_to_the_31_elements(op, columns):
     rows = (1 << 31) // columns + 5
     x = jax.jit(lambda: _filled((rows, columns), "bfloat16"))()
     scale = rand((columns,), "float32")

@@ -21,6 +21,27 @@ __device__ __forceinline__ void ToAccAll(const Vec<U, N>& from, AccT<U> (&to)[N]
   }
 }
 
+// Adds up each of kCount numbers over kLanes lanes, with fewer shuffles than one by one: lane i gets the sum of number
+// i / (kLanes / kCount).
+template <int kLanes, int kCount, typename Acc>
+__device__ __forceinline__ Acc SumOverLanes(Acc (&numbers)[kCount], int lane) {
+  static_assert(kCount <= kLanes);
+#pragma unroll
+  for (int n = kCount / 2, offset = kLanes / 2; n > 0; n /= 2, offset /= 2) {
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const Acc sent = upper ? numbers[i] : numbers[i + n];
+      numbers[i] = (upper ? numbers[i + n] : numbers[i]) + __shfl_xor_sync(kAllLanes, sent, offset);
+    }
+  }
+#pragma unroll
+  for (int offset = kLanes / kCount / 2; offset > 0; offset /= 2) {
+    numbers[0] += __shfl_xor_sync(kAllLanes, numbers[0], offset);
+  }
+  return numbers[0];
+}
+
 // Moves words to places lower by kStep, where `shift`.
 template <int kStep, int kCount>
 __device__ __forceinline__ void ShiftWords(uint32_t (&words)[kCount], bool shift) {

@@ -470,7 +470,12 @@ ffi::Error NormBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer 
     if constexpr (!std::is_same_v<T, double>) {
       using Plain = NormBwd<T, Mode::kPlain>;
       using Ragged = NormBwd<T, Mode::kRagged>;
-      if (full && shape.cols % kVecSize<T> == 0) return LaunchNormBwd(*device, stream, Plain(args), args, **scratch);
+      if (full && shape.cols % kVecSize<T> == 0) {
+        const Plain plain(args);
+        auto status = ffi::Error::Success();
+        if (LaunchNormBwdShort(*device, stream, plain, args, **scratch, &status)) return status;
+        return LaunchNormBwd(*device, stream, plain, args, **scratch);
+      }
       if (full) return LaunchNormBwd(*device, stream, Ragged(args), args, **scratch);
     }
     return LaunchNormBwd(*device, stream, NormBwd<T, Mode::kGeneral>(args), args, **scratch);

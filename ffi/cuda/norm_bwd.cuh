@@ -1,5 +1,5 @@
 // layer_norm and rms_norm, backward: what the kernels share, which are those of rows that blocks or clusters hold
-// (norm_bwd.cu), and of longer or few long ones (norm_bwd_few.cu, norm_bwd_long.cu). The formulas are in norm_args.h.
+// (norm_bwd.cu), of short ones (norm_bwd_short.cu), and of longer or few long ones (norm_bwd_few.cu, norm_bwd_long.cu). The formulas are in norm_args.h.
 #ifndef JAXNORM_CUDA_NORM_BWD_CUH_
 #define JAXNORM_CUDA_NORM_BWD_CUH_
 
@@ -331,6 +331,8 @@ __device__ __forceinline__ void StoreGradients(const Op& op, const NormBwdGradie
 
 // Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns times kWide columns for each block.
 inline constexpr int kSumThreads = 256;
+inline constexpr int kSumAhead =
+    10;  // parts that a thread loads at once: all, if there are two for each multiprocessor
 template <typename T, int kWide>
 __global__ void __launch_bounds__(kSumThreads)
     NormBwdSumKernel(const AccT<T>* partials, int parts, int64_t width, int64_t total, int log2_columns,
@@ -349,14 +351,27 @@ __global__ void __launch_bounds__(kSumThreads)
   };
   if (column < total) {
     const Acc* p = partials + group * parts * width + c;
-#pragma unroll 8
-    for (int b = y; b < parts; b += ways) add(*reinterpret_cast<const Columns*>(p + b * width));
+    for (int b = y; b < parts; b += kSumAhead * ways) {
+      Columns loaded[kSumAhead] = {};
+#pragma unroll
+      for (int i = 0; i < kSumAhead; ++i) {
+        if (const int part = b + i * ways; part < parts)
+          loaded[i] = *reinterpret_cast<const Columns*>(p + part * width);
+      }
+#pragma unroll
+      for (int i = 0; i < kSumAhead; ++i) add(loaded[i]);
+    }
+  }
+  // Those of a warp, and then of all warps.
+  for (int offset = columns; offset < kWarp; offset *= 2) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) sum.v[i] += __shfl_xor_sync(kAllLanes, sum.v[i], offset);
   }
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (y != 0 || column >= total) return;
 #pragma unroll 8
-  for (int i = 1; i < ways; ++i) add(sums[i * columns + x]);
+  for (int i = threadIdx.x + max(columns, kWarp); i < kSumThreads; i += max(columns, kWarp)) add(sums[i]);
 #pragma unroll
   for (int i = 0; i < kWide; ++i) gradients.Store<T>(group, c + i, sum.v[i]);
 }
@@ -374,9 +389,10 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
   using T = typename Op::T;
   const int64_t width = int64_t{op.Outputs()} * op.cols, total = args.shape.groups * width;
   const auto launch = [&]<int kWide>(std::integral_constant<int, kWide>) {
-    // Each thread adds up 8 or more, and neighbours read 32 bytes or more.
-    const int log2_columns =
-        std::countr_zero(static_cast<unsigned>(kSumThreads / std::clamp(NextPowerOfTwo(parts / 8), 1, 32)));
+    // Each thread adds up 8 or more, and neighbours read 32 bytes or more; half of that if blocks are few.
+    const bool few = total <= 2 * device.sms;
+    const int ways = std::clamp(NextPowerOfTwo(parts / (few ? 4 : 8)), 1, few ? 64 : 32);
+    const int log2_columns = std::countr_zero(static_cast<unsigned>(kSumThreads / ways));
     const Grid grid = {.blocks = CeilDiv(total, int64_t{kWide} << log2_columns), .threads = kSumThreads};
     return Launch<NormBwdSumKernel<T, kWide>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
                                               width, total, log2_columns, Gradients<Op>(args));
@@ -387,6 +403,11 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
       op.cols % kWide == 0 && IsVecAligned(partials) && total >= int64_t{device.sms} * kSumThreads * kWide;
   return wide ? launch(std::integral_constant<int, kWide>()) : launch(std::integral_constant<int, 1>());
 }
+
+// Short rows: defined in norm_bwd_short.cu for the kPlain operations. False if it does not suit.
+template <typename Op>
+bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                        ffi::AnyBuffer scratch, ffi::Error* status);
 
 // Few and long rows: defined in norm_bwd_few.cu for the kPlain operations. False if it does not suit.
 template <typename Op>

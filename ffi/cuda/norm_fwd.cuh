@@ -326,7 +326,7 @@ struct NormFwd {
   __host__ __device__ __forceinline__ bool CanBundle() const { return !grouped; }
   int MaxBundleRows(int slots) const { return kMode == Mode::kPlain && center && slots <= kPairSlots ? 2 : 4; }
 
-  __device__ __forceinline__ Row Shifted(Row row, int64_t elements) const {
+  __device__ __forceinline__ Row RowAfter(Row row, int64_t elements) const {
     row.y += elements;
     row.sum += elements;
     return row;
@@ -517,8 +517,8 @@ struct NormFwd {
   }
 };
 
-// Slots of a row that norm_fwd_short.cu takes. For layer_norm of 32, norm_fwd_chunk.cu was measured to be faster.
-inline int MaxShortSlots(bool center) { return center ? kWarp - 1 : kWarp; }
+// Of a row in norm_fwd_short.cu.
+inline constexpr int kMaxShortSlots = kWarp;
 
 // Defined there for the kPlain operations; rows have their parameters in common.
 template <typename Op>

@@ -35,26 +35,6 @@ struct ChunkSize {
   static constexpr int Blocks(bool add) { return kBlocks_ - (add && kBlocks_ > 2 ? 1 : 0); }
 };
 
-// The sums of kRows rows over the lanes of a warp, with fewer shuffles than one by one: lane i gets that of row
-// i / (kWarp / kRows).
-template <int kRows, typename Acc>
-__device__ __forceinline__ Acc SumRowsOverLanes(Acc (&rows)[kRows], int lane) {
-#pragma unroll
-  for (int n = kRows / 2, offset = kWarp / 2; n > 0; n /= 2, offset /= 2) {
-    const bool upper = lane & offset;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const Acc sent = upper ? rows[i] : rows[i + n];
-      rows[i] = (upper ? rows[i + n] : rows[i]) + __shfl_xor_sync(kAllLanes, sent, offset);
-    }
-  }
-#pragma unroll
-  for (int offset = kWarp / kRows / 2; offset > 0; offset /= 2) {
-    rows[0] += __shfl_xor_sync(kAllLanes, rows[0], offset);
-  }
-  return rows[0];
-}
-
 template <typename Op, bool kCenter, bool kAdd, bool kOdd, typename Size>
 __global__ void __launch_bounds__(Size::kThreads, Size::Blocks(kAdd))
     NormFwdChunkKernel(const __grid_constant__ Op op, const ChunkPlan plan) {
@@ -231,7 +211,7 @@ __global__ void __launch_bounds__(Size::kThreads, Size::Blocks(kAdd))
       }
     };
     const auto put = [&](int place) {
-      const Acc merged = SumRowsOverLanes(sums, lane);
+      const Acc merged = SumOverLanes<kWarp>(sums, lane);
       if (lane % kLanes == 0) parts[place][lane / kLanes][warp] = merged;
     };
     const auto total = [&](int place) {

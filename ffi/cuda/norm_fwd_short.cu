@@ -2,120 +2,131 @@
 //
 // A row is in the registers of 1..32 lanes, a slot in each. Each thread works on several rows with the same columns, whose
 // scale and bias it loads once: they may be larger than the rows' slots, and loading them for each row would take longer
-// than all else. How many lanes a row has is known when this is compiled: a loop of shuffles that is not unrolled was
-// measured to cost 4%.
+// than all else.
+//
+// With so little to do for each slot, instructions take as long as memory. So how many lanes a row has, and whether it
+// fills them, is known when this is compiled: then all rows of a thread are at constant distances. And one lane works out
+// the statistics of one row, not every lane those of all.
 #include "norm_fwd.cuh"
 
 namespace jaxnorm {
 namespace {
 
-// Measured to be the fastest of 1 to 8 rows and of 64 to 256 threads; two rows are up to 20% faster than one.
-inline constexpr int kShortThreads = 128;
-constexpr int ShortRows(int lanes) { return lanes < kWarp ? 3 : 2; }  // of a thread
+// Measured to be the fastest of 1 to 8 rows and of 64 to 256 threads.
+inline constexpr int kShortThreads = 64;
+constexpr int ShortRows(int lanes) { return lanes < 4 ? lanes : 4; }  // of a thread
 
-// Row r of a thread is r * kGroups after its first. (With kRows a variable, nvcc 13.0 crashes.)
-template <typename Op, int kLanes, int kRows = ShortRows(kLanes)>
+// kFull: rows have as many slots as lanes. Row r of a thread is r * kGroups after its first.
+template <typename Op, bool kCenter, int kLanes, bool kFull>
 __global__ void __launch_bounds__(kShortThreads) NormFwdShortKernel(const __grid_constant__ Op op) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
-  constexpr int kVec = Op::kVec, kGroups = kShortThreads / kLanes;
+  constexpr int kVec = Op::kVec, kRows = ShortRows(kLanes), kGroups = kShortThreads / kLanes;
+  constexpr int kSumLanes = kLanes / kRows;  // that end up with the sum of a row
+  constexpr bool kCorrect = kCenter && kCorrectsMean<T>;
   using V = Vec<T, kVec>;
   static_assert(Op::kMode == Mode::kPlain);
+  const int cols = kFull ? kLanes * kVec : op.cols;
   const int lane = threadIdx.x % kLanes;
-  const bool active = lane * kVec < op.cols;
-  const int64_t first_row = int64_t{blockIdx.x} * (kGroups * kRows) + threadIdx.x / kLanes;
-  const auto left = static_cast<int>(min(op.rows - first_row, int64_t{kGroups * kRows}));
-  const int64_t offset = first_row * op.cols + lane * kVec;
-  const auto inside = [&](int r) { return r * kGroups < left; };
-  const auto at = [&](int r) { return offset + r * (kGroups * op.cols); };
+  const bool active = kFull || lane * kVec < cols;
+  const int64_t block_row = int64_t{blockIdx.x} * (kGroups * kRows), first_row = block_row + threadIdx.x / kLanes;
+  const int64_t offset = first_row * cols + lane * kVec;
+  const auto at = [&](auto* array, int r) { return array + offset + r * (kGroups * cols); };
 
-  const auto load = [&](const T* from, V(&to)[kRows]) {
+  // `whole`: the block has all its rows.
+  const auto run = [&](auto whole) {
+    const auto left = static_cast<int>(min(op.rows - first_row, int64_t{kGroups * kRows}));
+    const auto inside = [&](int r) { return whole || r * kGroups < left; };
+    // As words: a condition on a vector of 16-bit elements is compiled to one selection for each of them.
+    WordsOf<V> rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      // As words: a condition on a vector of 16-bit elements is compiled to one selection for each of them.
-      uint4 words = {};
-      if (inside(r) && active) words = std::bit_cast<uint4>(jaxnorm::Load(from + at(r)));
-      to[r] = std::bit_cast<V>(words);
+      rows[r] = {};
+      if (inside(r) && active) rows[r] = std::bit_cast<WordsOf<V>>(jaxnorm::Load(at(op.x.data, r)));
     }
-  };
-  V rows[kRows];
-  load(op.x.data, rows);
-  Acc factor[kVec], shift[kVec];
-  op.Parameters(active ? lane * kVec : 0, factor, shift);
-  if (op.Has(1)) {
-    V added[kRows];
-    load(op.residual.data, added);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      rows[r] = AddRounded(rows[r], added[r]);
-      if (inside(r) && active) jaxnorm::Store(op.sum + at(r), rows[r]);
-    }
-  }
-
-  op.WithVariant([&](auto center) {
-    Acc values[kRows][kVec];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) ToAccAll(rows[r], values[r]);
-    // Sums over each row of f(value).
-    const auto sum_rows = [&](Acc(&sums)[kRows], auto f) {
+    Acc factor[kVec], shift[kVec];
+    op.Parameters(active ? lane * kVec : 0, factor, shift);
+    if (op.Has(1)) {
+      V added[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
+        if (inside(r) && active) added[r] = jaxnorm::Load(at(op.residual.data, r));
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (!inside(r) || !active) continue;
+        rows[r] = std::bit_cast<WordsOf<V>>(AddRounded(std::bit_cast<V>(rows[r]), added[r]));
+        jaxnorm::Store(at(op.sum, r), std::bit_cast<V>(rows[r]));
+      }
+    }
+
+    const Acc count = static_cast<Acc>(cols), inverse = kFull ? Acc(1) / (kLanes * kVec) : 1 / count;
+    const auto of_row = [&](Acc value, int r) { return __shfl_sync(kAllLanes, value, r * kSumLanes, kLanes); };
+    Acc means[kRows] = {}, rests[kRows] = {};  // their sums are subtracted
+    const auto deviations = [&](int r, Acc(&out)[kVec]) {
+      ToAccAll(std::bit_cast<V>(rows[r]), out);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        if (kCenter) out[j] -= means[r];
+        if (kCorrect) out[j] -= rests[r];
+        if (kCenter && !active) out[j] = 0;
+      }
+    };
+    // For each row the sum of f(deviation).
+    const auto sum_rows = [&](auto f) {
+      Acc sums[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        Acc values[kVec];
+        deviations(r, values);
         sums[r] = 0;
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) sums[r] += f(values[r][j]);
+        for (int j = 0; j < kVec; ++j) sums[r] = f(sums[r], values[j]);
       }
-#pragma unroll
-      for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) sums[r] += __shfl_xor_sync(kAllLanes, sums[r], distance);
-      }
+      return SumOverLanes<kLanes>(sums, lane);
     };
-    const auto subtract = [&](const Acc(&amounts)[kRows]) {
+    const auto add = [](Acc sum, Acc value) { return sum + value; };
+    Acc mean = 0;  // of row lane / kSumLanes
+    if constexpr (kCenter) {
+      const Acc sum = sum_rows(add);
+      mean = kFull ? sum * inverse : MeanOf(sum, count, inverse);  // by a power of two
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const Acc amount = active ? amounts[r] : Acc(0);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) values[r][j] -= amount;
-      }
-    };
-
-    const Acc count = static_cast<Acc>(op.cols), inverse = 1 / count;
-    Acc mean[kRows] = {}, squares[kRows];
-    if (center) {
-      sum_rows(mean, [](Acc s) { return s; });
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) mean[r] = MeanOf(mean[r], count, inverse);
-      subtract(mean);
-      if constexpr (kCorrectsMean<T>) {
-        Acc rest[kRows];
-        sum_rows(rest, [](Acc d) { return d; });
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          rest[r] *= inverse;
-          mean[r] += rest[r];
-        }
-        subtract(rest);
-      }
+      for (int r = 0; r < kRows; ++r) means[r] = of_row(mean, r);
     }
-    sum_rows(squares, [](Acc d) { return d * d; });
+    if constexpr (kCorrect) {
+      const Acc rest = sum_rows(add) * inverse;
+      mean += rest;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) rests[r] = of_row(rest, r);
+    }
+    const Acc squares = sum_rows([](Acc sum, Acc value) { return fma(value, value, sum); });
+    const typename Op::Final final = {mean, InverseSqrt(fma(squares, inverse, op.epsilon))};
+    if (lane % kSumLanes == 0 && inside(lane / kSumLanes)) {
+      op.StoreStatistics(std::bool_constant<kCenter>(), first_row + lane / kSumLanes * kGroups, final);
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (!inside(r)) continue;
-      const typename Op::Final final = {mean[r], InverseSqrt(fma(squares[r], inverse, op.epsilon))};
-      if (lane == 0) op.StoreStatistics(center, first_row + r * kGroups, final);
-      if (!active) continue;
-      Acc out[kVec];
+      const Acc rstd = of_row(final.rstd, r);
+      if (!inside(r) || !active) continue;
+      Acc values[kVec];
+      deviations(r, values);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) out[j] = fma(values[r][j] * final.rstd, factor[j], shift[j]);
-      jaxnorm::Store(op.y + at(r), RoundVec<T>(out));
+      for (int j = 0; j < kVec; ++j) values[j] = fma(values[j] * rstd, factor[j], shift[j]);
+      jaxnorm::Store(at(op.y, r), RoundVec<T>(values));
     }
-  });
+  };
+  if (kFull && block_row + kGroups * kRows <= op.rows) {
+    run(std::true_type());
+  } else {
+    run(std::false_type());
+  }
 }
 
-template <int kLanes, typename Op>
+template <int kLanes, bool kFull, typename Op>
 ffi::Error LaunchShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name) {
   const Grid grid = {.blocks = CeilDiv(op.rows, kShortThreads / kLanes * ShortRows(kLanes)), .threads = kShortThreads};
-  return Launch<NormFwdShortKernel<Op, kLanes>>(device, stream, grid, name, op);
+  return op.center ? Launch<NormFwdShortKernel<Op, true, kLanes, kFull>>(device, stream, grid, name, op)
+                   : Launch<NormFwdShortKernel<Op, false, kLanes, kFull>>(device, stream, grid, name, op);
 }
 
 }  // namespace
@@ -123,19 +134,29 @@ ffi::Error LaunchShort(const DeviceInfo& device, cudaStream_t stream, const Op& 
 template <typename Op>
 ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots,
                               const char* name) {
-  switch (NextPowerOfTwo(slots)) {
+  switch (slots) {
     case 1:
-      return LaunchShort<1>(device, stream, op, name);
+      return LaunchShort<1, true>(device, stream, op, name);
     case 2:
-      return LaunchShort<2>(device, stream, op, name);
+      return LaunchShort<2, true>(device, stream, op, name);
     case 4:
-      return LaunchShort<4>(device, stream, op, name);
+      return LaunchShort<4, true>(device, stream, op, name);
     case 8:
-      return LaunchShort<8>(device, stream, op, name);
+      return LaunchShort<8, true>(device, stream, op, name);
     case 16:
-      return LaunchShort<16>(device, stream, op, name);
+      return LaunchShort<16, true>(device, stream, op, name);
+    case 32:
+      return LaunchShort<32, true>(device, stream, op, name);
+  }
+  switch (NextPowerOfTwo(slots)) {
+    case 4:
+      return LaunchShort<4, false>(device, stream, op, name);
+    case 8:
+      return LaunchShort<8, false>(device, stream, op, name);
+    case 16:
+      return LaunchShort<16, false>(device, stream, op, name);
     default:
-      return LaunchShort<32>(device, stream, op, name);
+      return LaunchShort<32, false>(device, stream, op, name);
   }
 }
 

@@ -79,6 +79,12 @@ struct SoftmaxFwd {
     return r;
   }
 
+  __device__ __forceinline__ Row RowAfter(Row row, int64_t elements) const {
+    row.y += elements;
+    row.x.row += elements;
+    return row;
+  }
+
   __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const {
     return k == 0 ? row.x : k == 1 ? row.scale : row.bias;
   }

@@ -41,18 +41,13 @@ struct NormBwdPlan : RowsPlan {
   __host__ __device__ __forceinline__ int Parts() const { return blocks + segments - 1; }
 };
 
-// Columns beside the whole slots of a row (kRagged), fewer than 2 * kVec: some before and some behind them. Each belongs
-// to one thread, which keeps what it needs of them in shared memory: of a column, this and a word of each array and stage.
-template <typename Acc>
-struct NormBwdEdge {
-  Acc scale, dscale, dbias, unused;
-};
-inline constexpr int kMaxEdgesPerThread = 4;  // as few threads leave shared memory for two blocks
+// Columns beside the whole slots of a row (kRagged), fewer than 2 * kVec: some before and some behind them. Each belongs to
+// one of the row's last threads, which have the fewest slots. In shared memory it has a word of each array and stage.
 template <typename Op>
 inline constexpr int kEdges = Op::kMode == Mode::kRagged ? 2 * Op::kVec : 0;
 template <typename Op>
 __host__ __device__ __forceinline__ int EdgeRowBytes(int stages, int arrays) {
-  return kEdges<Op> * static_cast<int>(sizeof(NormBwdEdge<typename Op::Acc>) + sizeof(uint32_t) * stages * arrays);
+  return kEdges<Op> * static_cast<int>(sizeof(uint32_t)) * stages * arrays;
 }
 
 template <typename Op, bool kCluster>
@@ -97,15 +92,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const uint32_t own = Kept(shared_base + block_thread % kBlockThreads * kVecBytes +
                             block_thread / kBlockThreads * (stages * stage_bytes));
   const auto at = [&](int place, int j, int k) { return own + place * stage_bytes + (k * kSlots + j) * kSlotBytes; };
-  using Edge = NormBwdEdge<Acc>;
-  const uint32_t own_edges = shared_base + stages * stage_bytes * ((blockDim.x + kBlockThreads - 1) / kBlockThreads) +
-                             row_group * EdgeRowBytes<Op>(stages, op.arrays);
-  const auto edge = [&](int e) { return own_edges + e * static_cast<int>(sizeof(Edge)); };
-  const auto edge_word = [&](int place, int e, int k) {
-    return edge(kEdges<Op>) + ((place * op.arrays + k) * kEdges<Op> + e) * static_cast<int>(sizeof(uint32_t));
+  const int edge = rank == plan.cluster - 1 ? threads - 1 - thread : kEdges<Op>;  // this thread's, if there are as many
+  const uint32_t own_edge = shared_base + stages * stage_bytes * ((blockDim.x + kBlockThreads - 1) / kBlockThreads) +
+                            row_group * EdgeRowBytes<Op>(stages, op.arrays) + edge * static_cast<int>(sizeof(uint32_t));
+  const auto edge_word = [&](int place, int k) {
+    return own_edge + (place * op.arrays + k) * (kEdges<Op> * static_cast<int>(sizeof(uint32_t)));
   };
-  // The last threads of a row, since they have the fewest slots.
-  const int first_edge = rank == plan.cluster - 1 ? threads - 1 - thread : kEdges<Op>;
 
   Exchange exchange(shared, plan, rank, row_group, block_thread);
   int before = 0;  // rows of earlier segments
@@ -135,20 +127,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const int end = min((rank + 1) * plan.part_slots, slots);
     const auto active = [&](int j) { return slot_of(j) < end; };
     const auto first_of = [&](int j) { return slot_of(j) * kVec + head; };
-    // f(e, its column) for each e-th column beside whole slots that is this thread's.
-    const auto for_edges = [&](auto f) {
-      if constexpr (kRagged) {
-        const int edges = op.cols - slots * kVec;
-#pragma unroll 1
-        for (int e = first_edge; e < edges; e += threads) f(e, e < head ? e : slots * kVec + e);
-      }
-    };
-    // A column beside whole slots, which may share its word with another one; `head` is odd if the row's start is.
+    // A column beside whole slots, which may share its word with another one.
+    const bool has_edge = kRagged && edge < op.cols - slots * kVec;
+    const int edge_column = edge < head ? edge : slots * kVec + edge;
     constexpr int kPerWord = sizeof(T) < sizeof(uint32_t) ? sizeof(uint32_t) / sizeof(T) : 1;
-    const auto odd_of = [&](int column) { return static_cast<unsigned>(head + column) % kPerWord; };
-    const auto load_edge = [&](int place, int e, int k, int column) {
-      auto word = LoadShared<WordsOf<Vec<T, kPerWord>>>(edge_word(place, e, k));
-      if constexpr (kPerWord == 2) word.w[0] >>= odd_of(column) * 16;
+    const int edge_odd = static_cast<unsigned>(head + edge_column) % kPerWord;  // `head` is odd if the row's start is
+    const auto load_edge = [&](int place, int k) {
+      auto word = LoadShared<WordsOf<Vec<T, kPerWord>>>(edge_word(place, k));
+      if constexpr (kPerWord == 2) word.w[0] >>= edge_odd * 16;
       return ToAcc(std::bit_cast<Vec<T, kPerWord>>(word).v[0]);
     };
     // This thread's first slot in the row to be copied next, of x, and in the one to be written next.
@@ -175,17 +161,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             if (active(j)) CopyAsync(at(place, j, k), op.Beside(from, k) + j * slot_step);
           }
         }
-        for_edges([&](int e, int column) {
+        if (has_edge) {
           // The word that has it, but for the last one of all if that is half beyond the arrays.
-          const int odd = odd_of(column);
-          const bool last = column + 1 == op.cols && odd + 1 < kPerWord && index(turn) + 1 == op.rows;
+          const bool last = edge_column + 1 == op.cols && edge_odd + 1 < kPerWord && index(turn) + 1 == op.rows;
           const int bytes = last ? sizeof(T) : sizeof(uint32_t);
 #pragma unroll
           for (int k = 0; k < kMaxArrays; ++k) {
             if (!op.Has(k)) break;
-            CopyWordAsync(edge_word(place, e, k), op.Beside(from, k) + (column - first_of(0) - odd), bytes);
+            CopyWordAsync(edge_word(place, k), op.Beside(from, k) + (edge_column - first_of(0) - edge_odd), bytes);
           }
-        });
+        }
       }
       from += step_elements;
       CopyCommit();
@@ -218,11 +203,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int place = 0; place < stages; ++place) copy(place, place);
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) op.Offset(scale[j]);
-    for_edges([&](int e, int column) {
-      Acc factor = op.Scale(param_group, column);
-      op.Offset(factor);
-      StoreShared(edge(e), Edge{factor, 0, 0, 0});
-    });
+    Acc edge_scale = 0, edge_dscale = 0, edge_dbias = 0;
+    if (has_edge) {
+      edge_scale = op.Scale(param_group, edge_column);
+      op.Offset(edge_scale);
+    }
     if (before == 0) exchange.Meet();
 
     // A turn reduces row `turn`, and writes the one that was reduced kLag turns ago.
@@ -243,12 +228,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             op.Reduce(row, statistics[kLag], first_of(j), LoadShared<V>(at(place, j, 0)),
                       LoadShared<V>(at(place, j, 1)), scale[j], own_sums, dscale[j], dbias[j]);
           }
-          for_edges([&](int e, int column) {
-            auto gathered = LoadShared<Edge>(edge(e));
-            op.Reduce(statistics[kLag], load_edge(place, e, 0, column), load_edge(place, e, 1, column), gathered.scale,
-                      own_sums, gathered.dscale, gathered.dbias);
-            StoreShared(edge(e), gathered);
-          });
+          if (has_edge) {
+            op.Reduce(statistics[kLag], load_edge(place, 0), load_edge(place, 1), edge_scale, own_sums, edge_dscale,
+                      edge_dbias);
+          }
         }
         if (op.need_x) own_sums = exchange.Put(own_sums, before + turn);
         place = place + 1 == stages ? 0 : place + 1;
@@ -272,12 +255,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                 jaxnorm::Store(to + j * slot_step, RoundVec<T>(out));
               }
             }
-            for_edges([&](int e, int column) {
-              Acc out = op.Dx(statistics[0], load_edge(written_place, e, 0, column),
-                              load_edge(written_place, e, 1, column), LoadShared<Edge>(edge(e)).scale, final, true);
-              if (op.Has(2)) out += load_edge(written_place, e, 2, column);
-              to[column - first_of(0)] = FromAcc<T>(out);
-            });
+            if (has_edge) {
+              Acc out = op.Dx(statistics[0], load_edge(written_place, 0), load_edge(written_place, 1), edge_scale,
+                              final, true);
+              if (op.Has(2)) out += load_edge(written_place, 2);
+              to[edge_column - first_of(0)] = FromAcc<T>(out);
+            }
           }
         }
         to += step_elements;
@@ -318,11 +301,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         if (op.need_scale) put(to, j, dscale[j]);
         if (op.need_bias) put(to + (op.need_scale ? op.cols : 0), j, dbias[j]);
       }
-      for_edges([&](int e, int column) {
-        const auto gathered = LoadShared<Edge>(edge(e));
-        if (op.need_scale) to[column] = gathered.dscale;
-        if (op.need_bias) to[column + (op.need_scale ? op.cols : 0)] = gathered.dbias;
-      });
+      if (!has_edge) return;
+      if (op.need_scale) to[edge_column] = edge_dscale;
+      if (op.need_bias) to[edge_column + (op.need_scale ? op.cols : 0)] = edge_dbias;
     };
     const int width = outputs * op.cols;
     Acc* const out = partials + (int64_t{param_group} * plan.Parts() + block + segment) * width;
@@ -394,7 +375,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     }
   }
   plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
-  const int64_t wanted = std::max<int64_t>(CeilDiv(plan.part_slots, Op::kSlots), kEdges<Op> / kMaxEdgesPerThread);
+  const int64_t wanted = std::max<int64_t>(CeilDiv(plan.part_slots, Op::kSlots), kEdges<Op>);
   plan.threads_per_row = static_cast<int>(wanted > kWarp ? CeilDiv(wanted, kWarp) * kWarp : NextPowerOfTwo(wanted));
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   const int threads = plan.threads_per_row * plan.rows_per_block;

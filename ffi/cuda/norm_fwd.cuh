@@ -113,7 +113,7 @@ struct NormFwd {
   int64_t rows;
   int cols;
   bool grouped, center, narrow;
-  Acc epsilon, scale_offset;
+  Acc epsilon, scale_offset, inverse_cols;  // 1 / cols: few instructions are as slow as a division
   T *y, *sum;
   Acc *mean, *rstd;
   DeviceParameter<T> scale, bias;
@@ -129,6 +129,7 @@ struct NormFwd {
         narrow(NarrowParameters(args)),
         epsilon(static_cast<Acc>(args.epsilon)),
         scale_offset(static_cast<Acc>(args.scale_offset)),
+        inverse_cols(Acc(1) / static_cast<Acc>(cols)),
         y(static_cast<T*>(args.y)),
         sum(static_cast<T*>(args.sum)),
         mean(static_cast<Acc*>(args.mean)),

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Size::kThreads, Size::Blocks(kAdd))
       f(std::true_type());
     }
   };
-  const Acc count = static_cast<Acc>(op.cols), inverse = 1 / count;
+  const Acc count = static_cast<Acc>(op.cols), inverse = op.inverse_cols;
   const auto add = [](Acc a, Acc b) { return a + b; };
   CopyWait<kStages - 1>();
   __syncthreads();

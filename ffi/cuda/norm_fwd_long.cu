@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const RowExchange<Sums> exchange(shared, reinterpret_cast<char*>(shared_bytes) + plan.exchange_offset, plan, rank, 0);
   ClusterWait();
 
-  const Acc count = static_cast<Acc>(op.cols), inverse = 1 / count;
+  const Acc count = static_cast<Acc>(op.cols), inverse = op.inverse_cols;
   Sums sums = exchange.Put(Sums::Identity(), 0);
   Acc mean = 0;                   // of row turn - 2
   typename Op::Final final = {};  // of row turn - kLag

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kShortThreads) NormFwdShortKernel(const __grid
       }
     }
 
-    const Acc count = static_cast<Acc>(cols), inverse = kFull ? Acc(1) / (kLanes * kVec) : 1 / count;
+    const Acc count = static_cast<Acc>(cols), inverse = kFull ? Acc(1) / (kLanes * kVec) : op.inverse_cols;
     const auto of_row = [&](Acc value, int r) { return __shfl_sync(kAllLanes, value, r * kSumLanes, kLanes); };
     Acc means[kRows] = {}, rests[kRows] = {};  // their sums are subtracted
     const auto deviations = [&](int r, Acc(&out)[kVec]) {

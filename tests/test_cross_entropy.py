@@ -106,6 +106,27 @@ def test_each_axis(shape):
         check(rand(shape), some_labels(rest, classes), axis)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((3, 21, 2501), 1), ((33, 37), 0), ((70, 1041), 0), ((2, 100, 3, 13), 1), ((200, 3, 1), 0)],
+)
+def test_rows_side_by_side(dtype, shape, axis):
+    """CPU kernels work on blocks of up to 1024 of them, and on 32 classes at a time, of which all may be -inf."""
+    rest = list(shape)
+    classes = rest.pop(axis)
+    labels = some_labels(rest, classes)
+    x = np.array(rand(shape, dtype))
+    of_row = np.moveaxis(x, axis, -1).reshape(-1, classes)
+    of_row[0, : 2 * classes // 3] = -np.inf
+    of_row[1, -1] = np.nan
+    of_row[2] = np.inf
+    x = jnp.asarray(np.moveaxis(of_row.reshape(*rest, classes), -1, axis))
+    check(x, labels, axis)
+    check(x, labels, axis, smoothing=0.1, z_loss=1e-2)
+    check(rand(shape, dtype) + 1000, labels, axis, smoothing=0.1)
+
+
 def test_many_rows():
     check(rand((70001, 3)), some_labels(70001, 3))
 

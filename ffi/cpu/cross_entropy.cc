@@ -1,9 +1,10 @@
-// Cross-entropy of softmax along the last axis against integer labels, and its linear map.
+// Cross-entropy of softmax along any axis against integer labels, and its linear map.
 //
-// A row is worked through in chunks that stay in the first-level cache, where the forward reads them twice: for the
+// Along the last axis a row is worked through in chunks that stay in the first-level cache, where the forward reads them twice: for the
 // maximum, and for the sum of exponentials, both merged into those of the row so far. The probabilities live in registers
 // only. float16, bfloat16 and masked rows go through a buffer of float32. The forward turns short rows on their side,
-// several at a time, so that vectors go across rows: adding up the lanes of a vector takes as long as 100 elements.
+// several at a time, so that vectors go across rows: adding up the lanes of a vector takes as long as 100 elements. Along
+// other axes rows lie side by side, and vectors go across them anyway: a block of rows is worked through line by line.
 //
 // NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
 #include <algorithm>
@@ -131,6 +132,87 @@ JAXNORM_SIMD_CLONES void SumShortRows(const T* x, int64_t rows, int64_t columns,
   for (int64_t r = 0; r < rows; ++r) result[r] = {max[r], sum[r], deviation[r], static_cast<A>(columns)};
 }
 
+// Rows that lie side by side: a page of memory, as in softmax.cc. So many lines of them stay in the second-level cache.
+template <typename A>
+inline constexpr int64_t kBlockRows = 4096 / sizeof(A);
+inline constexpr int64_t kBlockLines = 32;
+
+// The same for `rows` <= kBlockRows rows side by side, of which the elements of a class make a line; lines lie `pitch`
+// elements apart.
+template <typename T>
+JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, bool smooth,
+                                  RowSums<Acc<T>>* result, Acc<T>* log_sum) {
+  using A = Acc<T>;
+  constexpr bool kDirect = std::is_same_v<T, A>;
+  alignas(64) static thread_local A buffer[kDirect ? 1 : kBlockLines * kBlockRows<A>];
+  alignas(64) A max[kBlockRows<A>], next[kBlockRows<A>], sum[kBlockRows<A>], deviation[kBlockRows<A>];
+  for (int64_t r = 0; r < rows; ++r) next[r] = -kInfinity<A>;
+  std::fill_n(sum, rows, A{0});
+  std::fill_n(deviation, rows, A{0});
+  for (int64_t start = 0; start < columns; start += kBlockLines) {
+    const int64_t lines = std::min(kBlockLines, columns - start);
+    std::copy_n(next, rows, max);
+    for (int64_t c = 0; c < lines; ++c) {
+      const A* z = LoadChunk(x + (start + c) * pitch, nullptr, rows, A{0}, buffer + (kDirect ? 0 : c * kBlockRows<A>));
+#pragma omp simd
+      for (int64_t r = 0; r < rows; ++r) next[r] = z[r] > next[r] ? z[r] : next[r];
+    }
+    const A before = static_cast<A>(start);
+#pragma omp simd
+    for (int64_t r = 0; r < rows; ++r) {
+      const A shift = FiniteShift(next[r]);
+      deviation[r] += before * (FiniteShift(max[r]) - shift);
+      sum[r] *= Exp(max[r] - shift);
+    }
+    for (int64_t c = 0; c < lines; ++c) {
+      const A* z = buffer + c * kBlockRows<A>;
+      if constexpr (kDirect) z = x + (start + c) * pitch;
+#pragma omp simd
+      for (int64_t r = 0; r < rows; ++r) sum[r] += Exp(z[r] - FiniteShift(next[r]));
+      if (!smooth) continue;
+#pragma omp simd
+      for (int64_t r = 0; r < rows; ++r) deviation[r] += z[r] - FiniteShift(next[r]);
+    }
+  }
+#pragma omp simd
+  for (int64_t r = 0; r < rows; ++r) log_sum[r] = Log(sum[r]);
+  for (int64_t r = 0; r < rows; ++r) result[r] = {next[r], sum[r], deviation[r], static_cast<A>(columns)};
+}
+
+// Numbers of such rows. `valid`: the label is a class, of which the logit is x_label. Those of smoothing are in `base`.
+template <typename A>
+struct BlockNumbers {
+  alignas(64) A lse[kBlockRows<A>], a[kBlockRows<A>], b[kBlockRows<A>], base[kBlockRows<A>], x_label[kBlockRows<A>];
+  alignas(64) int32_t labels[kBlockRows<A>], valid[kBlockRows<A>];
+};
+
+// out = a * e^(x - lse) - base for such rows, and at the label less b_label * b; 0 for those that are not valid.
+template <typename T>
+JAXNORM_SIMD_CLONES void WriteBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, Acc<T> b_label,
+                                    const BlockNumbers<Acc<T>>& of, T* out) {
+  using A = Acc<T>;
+  constexpr bool kDirect = std::is_same_v<T, A>;
+  alignas(64) A buffer[kBlockRows<A>];
+  for (int64_t c = 0; c < columns; ++c) {
+    const A* z = LoadChunk(x + c * pitch, nullptr, rows, A{0}, buffer);
+    A* results = buffer;
+    if constexpr (kDirect) results = out + c * pitch;
+#pragma omp simd
+    for (int64_t r = 0; r < rows; ++r) {
+      const A value = of.a[r] * Exp(z[r] - of.lse[r]) - of.base[r];
+      results[r] = of.valid[r] ? value : A{0};
+    }
+    if constexpr (!kDirect) FromAccRun<T>(results, out + c * pitch, rows);
+  }
+#pragma omp simd
+  for (int64_t r = 0; r < rows; ++r) {
+    buffer[r] = (of.a[r] * Exp(of.x_label[r] - of.lse[r]) - of.base[r]) - of.b[r] * b_label;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    if (of.valid[r]) out[of.labels[r] * pitch + r] = FromAcc<T>(buffer[r]);
+  }
+}
+
 // out = a * e^(x - lse) - base, 0 where masked.
 template <typename T>
 JAXNORM_SIMD_CLONES void WriteRow(const T* x, const uint8_t* keep, int64_t columns, Acc<T> lse, Acc<T> a, Acc<T> base,
@@ -184,7 +266,8 @@ void FinishRow(const CrossEntropyArgs& args, int64_t row, const uint8_t* keep, c
   }
   nll = log_sum;
   if (args.smoothing < 1) {
-    const A picked = keep && !keep[label] ? -kInfinity<A> : ToAcc(RowOf<T>(args.x, row)[label]);
+    const A picked =
+        keep && !keep[label] ? -kInfinity<A> : ToAcc(RowOf<T>(args.x, row)[label * args.x.view.axis_stride]);
     nll -= (picked - shift) * static_cast<A>(1 - args.smoothing);
   }
   if (args.smoothing != 0) nll -= sums.deviation / sums.count * static_cast<A>(args.smoothing);
@@ -246,6 +329,66 @@ void BackwardRow(const CrossEntropyArgs& args, int64_t row) {
   if (!keep || keep[label]) out[label] = FromAcc<T>(of_label);
 }
 
+// Blocks of rows are of a full array without a mask; Python lowers the formula for others.
+bool SuitsBlocks(const CrossEntropyArgs& args) {
+  return args.shape.inner == 1 || (!args.where && args.x.elements == args.shape.size());
+}
+
+// Calls f(row, rows) for blocks of rows that lie side by side.
+template <typename A, typename F>
+ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
+  const int64_t blocks = (shape.inner + kBlockRows<A> - 1) / kBlockRows<A>;
+  // Of equal size, rounded up to whole vectors.
+  const int64_t size = std::min(shape.inner, ((shape.inner + blocks - 1) / blocks + 15) / 16 * 16);
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, size * shape.axis));
+  ParallelFor(pool, shape.outer * blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i % blocks * size, rows = std::min(size, shape.inner - first);
+      if (rows > 0) f(i / blocks * shape.inner + first, rows);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+template <typename T>
+void ForwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
+  using A = Acc<T>;
+  RowSums<A> sums[kBlockRows<A>];
+  A log_sums[kBlockRows<A>];
+  SumBlock(RowOf<T>(args.x, row), args.shape.inner, rows, args.shape.axis, args.smoothing != 0, sums, log_sums);
+  for (int64_t r = 0; r < rows; ++r) FinishRow<T>(args, row + r, nullptr, sums[r], log_sums[r]);
+}
+
+// Numbers of rows [row, row + rows), which an operand of all rows has one behind the other.
+template <typename U>
+void LoadNumbers(const CrossEntropyArgs& args, const Operand& operand, int64_t row, int64_t rows, U* out) {
+  if (operand.elements == args.shape.rows()) {
+    std::copy_n(static_cast<const U*>(operand.data) + row, rows, out);
+  } else {
+    for (int64_t r = 0; r < rows; ++r) out[r] = *RowOf<U>(operand, row + r);
+  }
+}
+
+template <typename T>
+void BackwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
+  using A = Acc<T>;
+  const int64_t pitch = args.shape.inner, columns = args.shape.axis;
+  const T* x = RowOf<T>(args.x, row);
+  T* out = static_cast<T*>(args.out) + (row / pitch * columns * pitch + row % pitch);
+  BlockNumbers<A> of;
+  LoadNumbers(args, args.labels, row, rows, of.labels);
+  LoadNumbers(args, args.lse, row, rows, of.lse);
+  LoadNumbers(args, args.a, row, rows, of.a);
+  LoadNumbers(args, args.b, row, rows, of.b);
+  const A of_class = static_cast<A>(args.smoothing) / static_cast<A>(columns);
+  for (int64_t r = 0; r < rows; ++r) {
+    of.valid[r] = of.labels[r] >= 0 && of.labels[r] < columns;
+    of.base[r] = of.b[r] * of_class;
+    of.x_label[r] = of.valid[r] ? ToAcc(x[of.labels[r] * pitch + r]) : A{0};
+  }
+  WriteBlock(x, pitch, rows, columns, static_cast<A>(1 - args.smoothing), of, out);
+}
+
 // Rows are independent; a thread takes several short ones: f(begin, end).
 template <typename F>
 ffi::Error ForRows(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
@@ -259,8 +402,11 @@ ffi::Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
                            double smoothing) {
   CrossEntropyArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyFwd(x, labels, rest, *nll, *lse, axis, smoothing, &args));
-  JAXNORM_CHECK(args.shape.inner == 1);
+  JAXNORM_CHECK(SuitsBlocks(args));
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    if (args.shape.inner > 1) {
+      return ForBlocks<Acc<T>>(pool, args.shape, [&](int64_t row, int64_t rows) { ForwardBlock<T>(args, row, rows); });
+    }
     return ForRows(pool, args, [&](int64_t begin, int64_t end) { ForwardRows<T>(args, begin, end); });
   });
 }
@@ -271,8 +417,11 @@ ffi::Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   CrossEntropyArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, labels, a, b, rest, *out, axis, smoothing, &args));
   JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, AccDtype(args.dtype), out->dimensions(), axis, true, &args.lse));
-  JAXNORM_CHECK(args.shape.inner == 1);
+  JAXNORM_CHECK(SuitsBlocks(args));
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
+    if (args.shape.inner > 1) {
+      return ForBlocks<Acc<T>>(pool, args.shape, [&](int64_t row, int64_t rows) { BackwardBlock<T>(args, row, rows); });
+    }
     return ForRows(pool, args, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) BackwardRow<T>(args, row);
     });

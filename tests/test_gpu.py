@@ -139,6 +139,17 @@ def test_norm_rows_in_chunks(op, dtype, shape):
     test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
 
 
+@pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape",
+    [(45003, 32), (30001, 40), (30001, 128), (20011, 200), (20011, 256), (9001, 400), (9001, 512)],
+)
+def test_norm_many_short_rows(op, dtype, shape):
+    """Lanes that rows fill or not, of blocks that stay for several turns, the last one not full."""
+    test_norm.check(op, rand(shape, dtype), "float32")
+
+
 NORM_CASES = [c for c in cases.select(tag="gpu") if c.op in cases.NORMS]
 
 

@@ -1,10 +1,11 @@
 // Cross-entropy of softmax along any axis against integer labels, and its linear map.
 //
-// Along the last axis a row is worked through in chunks that stay in the first-level cache, where the forward reads them twice: for the
-// maximum, and for the sum of exponentials, both merged into those of the row so far. The probabilities live in registers
-// only. float16, bfloat16 and masked rows go through a buffer of float32. The forward turns short rows on their side,
-// several at a time, so that vectors go across rows: adding up the lanes of a vector takes as long as 100 elements. Along
-// other axes rows lie side by side, and vectors go across them anyway: a block of rows is worked through line by line.
+// Along the last axis a row is worked through in chunks that stay in the first-level cache, where the forward reads them
+// twice: for the maximum, and for the sum of exponentials, both merged into those of the row so far. The probabilities
+// live in registers only. float16, bfloat16 and masked rows go through a buffer of float32. The forward turns short rows
+// on their side, several at a time, so that vectors go across rows: adding up the lanes of a vector takes as long as 100
+// elements. Along other axes rows lie side by side, and vectors go across them anyway: a block of rows is worked through
+// line by line.
 //
 // NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
 #include <algorithm>
@@ -132,20 +133,18 @@ JAXNORM_SIMD_CLONES void SumShortRows(const T* x, int64_t rows, int64_t columns,
   for (int64_t r = 0; r < rows; ++r) result[r] = {max[r], sum[r], deviation[r], static_cast<A>(columns)};
 }
 
-// Rows that lie side by side: a page of memory, as in softmax.cc. So many lines of them stay in the second-level cache.
-template <typename A>
-inline constexpr int64_t kBlockRows = 4096 / sizeof(A);
+// Lines of kMaxWidth rows that lie side by side, which stay in the second-level cache.
 inline constexpr int64_t kBlockLines = 32;
 
-// The same for `rows` <= kBlockRows rows side by side, of which the elements of a class make a line; lines lie `pitch`
+// The same for `rows` <= kMaxWidth rows side by side, of which the elements of a class make a line; lines lie `pitch`
 // elements apart.
 template <typename T>
 JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, bool smooth,
                                   RowSums<Acc<T>>* result, Acc<T>* log_sum) {
   using A = Acc<T>;
   constexpr bool kDirect = std::is_same_v<T, A>;
-  alignas(64) static thread_local A buffer[kDirect ? 1 : kBlockLines * kBlockRows<A>];
-  alignas(64) A max[kBlockRows<A>], next[kBlockRows<A>], sum[kBlockRows<A>], deviation[kBlockRows<A>];
+  alignas(64) static thread_local A buffer[kDirect ? 1 : kBlockLines * kMaxWidth<A>];
+  alignas(64) A max[kMaxWidth<A>], next[kMaxWidth<A>], sum[kMaxWidth<A>], deviation[kMaxWidth<A>];
   for (int64_t r = 0; r < rows; ++r) next[r] = -kInfinity<A>;
   std::fill_n(sum, rows, A{0});
   std::fill_n(deviation, rows, A{0});
@@ -153,7 +152,7 @@ JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64
     const int64_t lines = std::min(kBlockLines, columns - start);
     std::copy_n(next, rows, max);
     for (int64_t c = 0; c < lines; ++c) {
-      const A* z = LoadChunk(x + (start + c) * pitch, nullptr, rows, A{0}, buffer + (kDirect ? 0 : c * kBlockRows<A>));
+      const A* z = LoadChunk(x + (start + c) * pitch, nullptr, rows, A{0}, buffer + (kDirect ? 0 : c * kMaxWidth<A>));
 #pragma omp simd
       for (int64_t r = 0; r < rows; ++r) next[r] = z[r] > next[r] ? z[r] : next[r];
     }
@@ -165,7 +164,7 @@ JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64
       sum[r] *= Exp(max[r] - shift);
     }
     for (int64_t c = 0; c < lines; ++c) {
-      const A* z = buffer + c * kBlockRows<A>;
+      const A* z = buffer + c * kMaxWidth<A>;
       if constexpr (kDirect) z = x + (start + c) * pitch;
 #pragma omp simd
       for (int64_t r = 0; r < rows; ++r) sum[r] += Exp(z[r] - FiniteShift(next[r]));
@@ -182,8 +181,8 @@ JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64
 // Numbers of such rows. `valid`: the label is a class, of which the logit is x_label. Those of smoothing are in `base`.
 template <typename A>
 struct BlockNumbers {
-  alignas(64) A lse[kBlockRows<A>], a[kBlockRows<A>], b[kBlockRows<A>], base[kBlockRows<A>], x_label[kBlockRows<A>];
-  alignas(64) int32_t labels[kBlockRows<A>], valid[kBlockRows<A>];
+  alignas(64) A lse[kMaxWidth<A>], a[kMaxWidth<A>], b[kMaxWidth<A>], base[kMaxWidth<A>], x_label[kMaxWidth<A>];
+  alignas(64) int32_t labels[kMaxWidth<A>], valid[kMaxWidth<A>];
 };
 
 // out = a * e^(x - lse) - base for such rows, and at the label less b_label * b; 0 for those that are not valid.
@@ -192,7 +191,7 @@ JAXNORM_SIMD_CLONES void WriteBlock(const T* x, int64_t pitch, int64_t rows, int
                                     const BlockNumbers<Acc<T>>& of, T* out) {
   using A = Acc<T>;
   constexpr bool kDirect = std::is_same_v<T, A>;
-  alignas(64) A buffer[kBlockRows<A>];
+  alignas(64) A buffer[kMaxWidth<A>];
   for (int64_t c = 0; c < columns; ++c) {
     const A* z = LoadChunk(x + c * pitch, nullptr, rows, A{0}, buffer);
     A* results = buffer;
@@ -337,14 +336,12 @@ bool SuitsBlocks(const CrossEntropyArgs& args) {
 // Calls f(row, rows) for blocks of rows that lie side by side.
 template <typename A, typename F>
 ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
-  const int64_t blocks = (shape.inner + kBlockRows<A> - 1) / kBlockRows<A>;
-  // Of equal size, rounded up to whole vectors.
-  const int64_t size = std::min(shape.inner, ((shape.inner + blocks - 1) / blocks + 15) / 16 * 16);
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, size * shape.axis));
+  const int64_t width = BlockWidth<A>(shape.inner), blocks = (shape.inner + width - 1) / width;
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, width * shape.axis));
   ParallelFor(pool, shape.outer * blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i % blocks * size, rows = std::min(size, shape.inner - first);
-      if (rows > 0) f(i / blocks * shape.inner + first, rows);
+      const int64_t first = i % blocks * width;
+      f(i / blocks * shape.inner + first, std::min(width, shape.inner - first));
     }
   });
   return ffi::Error::Success();
@@ -353,8 +350,8 @@ ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
 template <typename T>
 void ForwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
   using A = Acc<T>;
-  RowSums<A> sums[kBlockRows<A>];
-  A log_sums[kBlockRows<A>];
+  RowSums<A> sums[kMaxWidth<A>];
+  A log_sums[kMaxWidth<A>];
   SumBlock(RowOf<T>(args.x, row), args.shape.inner, rows, args.shape.axis, args.smoothing != 0, sums, log_sums);
   for (int64_t r = 0; r < rows; ++r) FinishRow<T>(args, row + r, nullptr, sums[r], log_sums[r]);
 }

@@ -14,6 +14,19 @@ namespace jaxnorm {
 // Elements in one unit of work: about 5 us. Waking a thread costs about as much, so smaller arrays stay on the caller.
 inline constexpr int64_t kGrainElements = 32 * 1024;
 
+// The most neighbouring rows that one piece of work has where rows lie side by side: a page of memory. Lines of 256 bytes
+// took twice the time, since each one costs a look-up of its page, and threads that write to one page for the first time
+// wait for one another.
+template <typename A>
+inline constexpr int64_t kMaxWidth = 4096 / sizeof(A);
+
+// Cuts `inner` such rows into blocks of equal width, rounded up to whole vectors.
+template <typename A>
+int64_t BlockWidth(int64_t inner) {
+  const int64_t blocks = (inner + kMaxWidth<A> - 1) / kMaxWidth<A>;
+  return std::min(inner, ((inner + blocks - 1) / blocks + 15) / 16 * 16);
+}
+
 // Calls body(begin, end) for consecutive pieces of [0, n), each `grain` long but for the last. The pieces depend on the
 // arguments alone, never on the number of threads, and so do results.
 //

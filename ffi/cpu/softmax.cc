@@ -41,10 +41,6 @@ inline constexpr int64_t kShortRow = 2048;
 // The most elements in a vector: 64 bytes of a 16-bit type.
 inline constexpr int64_t kMaxLanes = 32;
 inline constexpr int64_t kGatheredElements = 4096;
-// Neighbouring rows in a tile, where inner > 1: a page of memory. Lines of 256 bytes took twice the time, since each one
-// costs a look-up of its page, and threads that write to one page for the first time wait for one another.
-template <typename A>
-inline constexpr int64_t kMaxWidth = 4096 / sizeof(A);
 // The most statistics that an operation has.
 inline constexpr int kMaxStats = 2;
 
@@ -85,9 +81,7 @@ struct Grid {
 template <typename A>
 Grid MakeGrid(const AxisShape& shape, int64_t column_tile) {
   if (shape.inner == 1) return Grid(shape, 1, shape.axis <= kTileElements<A> ? shape.axis : kRowChunk);
-  // Blocks of equal width, rounded up to whole vectors.
-  const int64_t blocks = (shape.inner + kMaxWidth<A> - 1) / kMaxWidth<A>;
-  const int64_t width = std::min(shape.inner, ((shape.inner + blocks - 1) / blocks + 15) / 16 * 16);
+  const int64_t width = BlockWidth<A>(shape.inner);
   return Grid(shape, width, std::min(shape.axis, column_tile / width));
 }
 

@@ -162,13 +162,17 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
           }
         }
         if (has_edge) {
-          // The word that has it, but for the last one of all if that is half beyond the arrays.
-          const bool last = edge_column + 1 == op.cols && edge_odd + 1 < kPerWord && index(turn) + 1 == op.rows;
-          const int bytes = last ? sizeof(T) : sizeof(uint32_t);
+          // The word that has it, unless that is half beyond the arrays.
+          const bool cut = edge_column + 1 == op.cols && edge_odd + 1 < kPerWord && index(turn) + 1 == op.rows;
 #pragma unroll
           for (int k = 0; k < kMaxArrays; ++k) {
             if (!op.Has(k)) break;
-            CopyWordAsync(edge_word(place, k), op.Beside(from, k) + (edge_column - first_of(0) - edge_odd), bytes);
+            const T* const element = op.Beside(from, k) + (edge_column - first_of(0));
+            if (!cut) {
+              CopyWordAsync(edge_word(place, k), element - edge_odd);
+            } else if constexpr (kPerWord == 2) {
+              StoreShared(edge_word(place, k), uint32_t{std::bit_cast<uint16_t>(*element)});
+            }
           }
         }
       }

@@ -196,9 +196,9 @@ __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// 4 bytes, of which only `bytes` are read.
-__device__ __forceinline__ void CopyWordAsync(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+// 4 bytes.
+__device__ __forceinline__ void CopyWordAsync(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
 // Copies a vector from global to shared memory, 4, 8 or 16 bytes asynchronously: complete after CopyWait. Smaller ones at

@@ -1004,7 +1004,7 @@ _UNKNOWN_PARTIALS = 2**22
 
 
 def _scratch(numbers, *avals, names, axes, groups, **_):
-    """Room for the partial results of a CUDA reduction, of so many numbers each (ffi/cuda/batch_norm_reduce.cu)."""
+    """Room for the partial results of a CUDA reduction, of so many numbers each (ffi/cuda/batch_norm_reduce.cuh)."""
     full = _full({n: a.shape for n, a in zip(names, avals, strict=True)})
     words = acc_dtype(next(a.dtype for n, a in zip(names, avals, strict=True) if n in _ARRAYS))
     numbers = numbers * words.itemsize // 4

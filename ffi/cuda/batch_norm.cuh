@@ -291,6 +291,15 @@ struct Constants {
 
   // Columns q * kQuad and following.
   __device__ __forceinline__ Vec<A, kQuad> Get(int which, int q) const { return values[which][q][threadIdx.x]; }
+
+  __device__ __forceinline__ Vec<A, kCols> GetAll(int which) const {
+    struct Quads {
+      Vec<A, kQuad> q[kQuads];
+    } quads;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) quads.q[q] = Get(which, q);
+    return std::bit_cast<Vec<A, kCols>>(quads);
+  }
 };
 
 // factor[j] = rstd, times the scale if there is one.
@@ -347,6 +356,10 @@ struct Cells {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) words[i] = __ldg(reinterpret_cast<const uint4*>(p) + i);
   }
+  __device__ __forceinline__ void Load(const T* p, L2Policy policy) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) words[i] = LoadWords(p + i * kVecSize<T>, policy);
+  }
   __device__ __forceinline__ void Store(T* p) const {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -391,12 +404,13 @@ struct Batch {
     }
   }
 
-  template <typename T>
-  __device__ __forceinline__ void Load(const T* p, Cells<T> (&cells)[kLines]) const {
+  // With an L2Policy, or without.
+  template <typename T, typename... Policy>
+  __device__ __forceinline__ void Load(const T* p, Cells<T> (&cells)[kLines], Policy... policy) const {
     if (whole) {
 #pragma unroll
       for (int k = 0; k < kLines; ++k) {
-        if (count > 0) cells[k].Load(p + at + k * stride);
+        if (count > 0) cells[k].Load(p + at + k * stride, policy...);
       }
     } else {
       cells[0].LoadSome(p + at, count);

@@ -1,0 +1,105 @@
+// The sums of batch_norm's backward: 2b + 1/8 bytes of each element of b bytes, with the ReLU's bits and x.
+#include "cuda/batch_norm_reduce.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// Fewer bytes under way and more blocks were faster, but for ragged bits, of which all lines of a batch share a barrier.
+template <typename T, Bits kBits>
+constexpr int kSumsBatch = kBits == Bits::kRagged ? kBatch<T, 1> : kBatch<T, 2>;
+
+// kProduct: x is read for the sum of g * (x - mean).
+template <typename T, Bits kBits, bool kProduct>
+__global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
+    BatchNormSumsKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
+                        Walk walk, Partials<Totals<AccT<T>>> partials, const __grid_constant__ BitsView view) {
+  using A = AccT<T>;
+  constexpr int kLines = kSumsBatch<T, kBits>;
+  Part part = FindPart(lines, spans, false);
+  const T* dy = arrays.dy.Of<T>(part.group);
+  const T* x = kProduct ? arrays.x.Of<T>(part.group) : nullptr;
+  const uint8_t* bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(part.group);
+  Batch<kLines>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(dy, x);
+  __shared__ Constants<T, 1> constants;
+  if constexpr (kProduct) {
+    A mean[kCols];
+    Channels(lines, part.column).Load(arrays.mean.Of<A>(part.group), mean);
+    constants.Set(0, mean);
+  }
+  [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
+  if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
+
+  Totals<A> totals[kCols];
+  int turn = 0;
+  ForRuns<kLines>(lines, spans, walk, part, [&](auto k_lines, int64_t line) {
+    const Batch<k_lines> batch(lines, part, line, part.active);
+    Cells<T> dys[k_lines] = {};
+    [[maybe_unused]] Cells<T> xs[k_lines] = {};
+    batch.Load(dy, dys);
+    if constexpr (kProduct) batch.Load(x, xs);
+    if constexpr (kBits != Bits::kNone) {
+      const uint32_t on = LoadBits<kBits>(batch, view, part, line, turn++, bits, ragged);
+#pragma unroll
+      for (int k = 0; k < k_lines; ++k) dys[k].Select(on >> kCols * k);
+    }
+#pragma unroll
+    for (int q = 0; q < constants.kQuads; ++q) {
+      [[maybe_unused]] Vec<A, constants.kQuad> mean;
+      if constexpr (kProduct) mean = constants.Get(0, q);
+#pragma unroll
+      for (int k = 0; k < k_lines; ++k) {
+#pragma unroll
+        for (int j = 0; j < constants.kQuad; ++j) {
+          const int column = q * constants.kQuad + j;
+          const A g = ToAcc(dys[k].Get().v[column]);
+          totals[column].g += g;
+          if constexpr (kProduct) totals[column].gx += g * (ToAcc(xs[k].Get().v[column]) - mean.v[j]);
+        }
+      }
+    }
+  });
+
+  __shared__ Entries<T, Totals<A>> entries;
+  entries.Store(totals, partials.shift);
+  __syncthreads();
+  entries.Merge(lines, part, partials);
+}
+
+template <typename T, Bits kBits, bool kProduct>
+ffi::Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
+                   ffi::AnyBuffer scratch) {
+  const Lines lines = ReduceLines<T>(args.shape, kBits != Bits::kRagged);
+  const int64_t bytes = args.shape.groups * lines.size * sizeof(T) * (kProduct ? 2 : 1);
+  return ForGroups(args, [&](const GroupArrays& arrays) {
+    return Reduce<T, Totals<AccT<T>>>(
+        device, stream, arrays, lines, kSumsBatch<T, kBits>, IsKeptByL2(device, bytes) ? 4 : 1,
+        AllAligned<T>(arrays.dy, arrays.x), epsilon, scratch,
+        [&](const Grid& grid, const Spans& spans, const Walk& walk, const auto& partials) {
+          return Launch<BatchNormSumsKernel<T, kBits, kProduct>>(device, stream, grid, "BatchNormSumsKernel", arrays,
+                                                                 lines, spans, walk, partials,
+                                                                 BitsView(args.shape, lines));
+        });
+  });
+}
+
+ffi::Error BatchNormSums(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                         int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon) {
+  BatchNormCall call;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormSums(operand_names, result_names));
+  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
+  if (scratch.has_error()) return scratch.error();
+  if (call.args.shape.groups * call.args.shape.channels == 0) return ffi::Error::Success();
+  return DispatchFloat(call.args.dtype, [&]<typename T>(std::type_identity<T>) {
+    return DispatchBits<T>(call.args, [&](auto bits) {
+      return call.args.dscale ? RunSums<T, bits, true>(*call.device, stream, call.args, epsilon, **scratch)
+                              : RunSums<T, bits, false>(*call.device, stream, call.args, epsilon, **scratch);
+    });
+  });
+}
+
+JAXNORM_REGISTER(batch_norm_sums, BatchNormSums, BatchNormBinding().Attr<double>("epsilon"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

@@ -173,6 +173,36 @@ def test_batch_norm_benchmark_cases(case):
         test_batch_norm.check(x, residual=case.tail == "add_relu", floor=64, **options)
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype"),
+    [
+        ((90, 56, 56, 64), 3, "bfloat16"),
+        ((60, 35, 56, 100), 3, "float16"),
+        ((50, 33, 57, 77), 3, "float32"),
+        ((240, 256, 14, 14), 1, "float16"),
+        ((700, 70, 14, 14), 1, "bfloat16"),
+        ((200, 100, 28, 28), 1, "float16"),
+        ((290, 130, 14, 14), 1, "float32"),
+    ],
+)
+def test_batch_norm_in_several_runs(shape, axis, dtype):
+    """Each block has its lines in several runs. Later images are larger: a line left out shows."""
+    x = rand(shape, "float32") + np.linspace(0, 4, shape[0], dtype="float32").reshape(-1, 1, 1, 1)
+    test_batch_norm.check(x.astype(dtype), axis=axis, parameters="float32", relu=True, floor=64)
+
+
+@pytest.mark.parametrize(
+    "last", [5, 6, 7, 9, 11, 12, 13, 14, 15, 18, 20, 25, 27, 28, 30, 36, 44, 60, 100]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_batch_norm_bits_of_short_rows(last, dtype):
+    """Rows of bits that end within a byte, in lines that fill a tile and in lines that do not."""
+    for shape in ((5, 3, 7, last), (130, 37, 4, last)):
+        for residual in (False, True):
+            options = {"axis": 1, "parameters": "float32", "relu": True, "residual": residual}
+            test_batch_norm.check(rand(shape, dtype), floor=64, **options)
+
+
 @softmaxes
 @halves
 def test_strided(op, dtype):

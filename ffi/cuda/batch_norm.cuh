@@ -128,7 +128,7 @@ struct Lines {
   int64_t lines = 0, full = 0;  // all, and those that do not end early: all, or all but the last
   int tile = 8, tiles = 1;      // columns of a tile, a multiple of 8 (the last tile of a line may be narrower)
   int rows = 1;                 // lines that a block works on at once
-  FastDiv by_cols, by_inner;
+  FastDiv by_cols, by_inner, by_tile;
   bool wide = false;  // beyond what FastDiv divides
 
   // Of a column of a line.
@@ -148,8 +148,14 @@ struct Lines {
 
   // The tile that has a column of a line.
   __device__ __forceinline__ int TileOf(int64_t column) const {
-    return static_cast<int>(wide ? SlowDivide(column, tile)
-                                 : static_cast<uint32_t>(column) / static_cast<uint32_t>(tile));
+    if (wide) return static_cast<int>(SlowDivide(column, tile));
+    return static_cast<int>(by_tile.Div(static_cast<uint32_t>(column)));
+  }
+
+  // How often `width` columns from one that is `inner_index` in its channel on see another channel, with the first.
+  __device__ __forceinline__ int64_t ChannelsFrom(int64_t inner_index, int width) const {
+    const int64_t last = inner_index + width - 1;
+    return (wide ? SlowDivide(last, inner) : by_inner.Div(static_cast<uint32_t>(last))) + 1;
   }
 
   // Columns that tile `t` has.
@@ -176,6 +182,7 @@ inline Lines MakeLines(const BatchNormShape& shape, int64_t most) {
   if (!lines.wide) {
     lines.by_cols = FastDiv(static_cast<int32_t>(lines.cols));
     lines.by_inner = FastDiv(static_cast<int32_t>(lines.inner));
+    lines.by_tile = FastDiv(lines.tile);
   }
   return lines;
 }

@@ -83,7 +83,7 @@ class Entries {
   __device__ __forceinline__ void Merge(const Lines& lines, const Part& part, const Partials<P>& partials) const {
     int64_t inner_index;
     lines.Channel(int64_t{part.tile} * lines.tile, &inner_index);
-    const int slots = static_cast<int>(min(lines.channels, (inner_index + part.width - 1) / lines.inner + 1));
+    const int slots = static_cast<int>(min(lines.channels, lines.ChannelsFrom(inner_index, part.width)));
     const int shift = partials.shift, width = part.width >> shift, run = partials.run;
     const int head = static_cast<int>(min(lines.inner - inner_index, int64_t{lines.tile})) >> shift;
     const int lanes = partials.lanes, lane = threadIdx.x % lanes;
@@ -158,33 +158,34 @@ __device__ __forceinline__ void ForRuns(const Lines& lines, const Spans& spans, 
 
 // ---- The last step ----
 
-inline constexpr int kFinalThreads = 128;
-inline constexpr int kFinalAtOnce = 8;  // partial results of one tile that a thread reads before it looks at the first
+inline constexpr int kFinalBits = 7, kFinalThreads = 1 << kFinalBits;
+inline constexpr int kFinalAtOnce = 4;  // partial results that a thread reads before it looks at the first
 
-// Parameters come in the order of their use, so that few lines of the constant cache are waited for.
+// In the order of its use, so that few lines of the constant cache are waited for.
 template <typename P>
 struct FinalPlan {
   const P* partials;
   int64_t channels, inner;
-  uint32_t blocks, spans;       // of a group
+  // A channel has 2^tile_bits * 2^span_bits lanes, each for some tiles and some spans.
+  int tile_bits = 0, span_bits = 0;
+  uint32_t blocks = 1, spans;   // of a group
   uint32_t slots, tiles, tile;  // as in Partials and Lines
-  int width_bits;               // a block has 2^width_bits channels, which are neighbours, as their partials are
   bool one_tile;                // has all there is of a channel in a line
   GroupArray other;             // x, or var if dscale is wanted
   GroupArray results[3];        // mean, var, count; or dbias, dscale
 };
 
-// A channel has kFinalThreads >> width_bits lanes. This is latency and nothing else, to which instructions that are
-// fetched for the first time contribute most: the code is short, and of the two ways to the partials only the one for
-// channels last, where a channel has many, has them all under way at once.
+// Latency and nothing else, to which instructions that are fetched for the first time contribute most. So the code is
+// short, and of the two ways to the partial results the one for channels last, which have many, has several loads of a
+// thread under way at once; the other has so many lanes that each finds about one.
 template <typename T, typename P>
 __global__ void __launch_bounds__(kFinalThreads)
     BatchNormFinalKernel(const __grid_constant__ FinalPlan<P> plan, AccT<T> epsilon,
                          const __grid_constant__ Lines lines) {
   using A = AccT<T>;
   constexpr bool kMoments = std::is_same_v<P, Moments<A>>;
-  const uint32_t width = 1u << plan.width_bits, lane = threadIdx.x >> plan.width_bits;
-  const uint32_t lanes = kFinalThreads >> plan.width_bits, group = blockIdx.x / plan.blocks;
+  const int width_bits = kFinalBits - plan.tile_bits - plan.span_bits;
+  const uint32_t width = 1u << width_bits, lane = threadIdx.x >> width_bits, group = blockIdx.x / plan.blocks;
   const int64_t channel = int64_t{blockIdx.x - group * plan.blocks} * width + (threadIdx.x & (width - 1));
   const bool there = channel < plan.channels;
   A other{};  // on its way with the partial results
@@ -195,19 +196,19 @@ __global__ void __launch_bounds__(kFinalThreads)
       other = plan.other.template Of<A>(group)[channel];
     }
   }
-  const uint32_t span_stride = plan.tiles * plan.slots;
-  const P* const from = plan.partials + int64_t{group} * plan.spans * span_stride;
   P merged;
+  const uint64_t span_stride = uint64_t{plan.tiles} * plan.slots;
+  const P* const partials = plan.partials + uint64_t{group} * plan.spans * span_stride;
   if (there && plan.one_tile) {
     const uint32_t tile = plan.tiles == 1 ? 0 : static_cast<uint32_t>(channel) / plan.tile;
-    const P* const first = from + tile * plan.slots + (channel - int64_t{tile} * plan.tile);
+    const P* const of_tile = partials + uint64_t{tile} * plan.slots + (channel - int64_t{tile} * plan.tile);
 #pragma unroll 1
-    for (uint32_t begin = lane; begin < plan.spans; begin += kFinalAtOnce * lanes) {
+    for (uint32_t begin = lane; begin < plan.spans; begin += kFinalAtOnce << plan.span_bits) {
       P found[kFinalAtOnce];
 #pragma unroll
       for (int i = 0; i < kFinalAtOnce; ++i) {
-        const uint32_t span = begin + i * lanes;
-        if (span < plan.spans) found[i] = first[static_cast<uint64_t>(span) * span_stride];
+        const uint32_t span = begin + (i << plan.span_bits);
+        if (span < plan.spans) found[i] = of_tile[span * span_stride];
       }
 #pragma unroll
       for (int step = kFinalAtOnce / 2; step > 0; step /= 2) {
@@ -220,30 +221,32 @@ __global__ void __launch_bounds__(kFinalThreads)
     // Lines that hold each channel once have it in neighbouring tiles, which wrap around for no channel.
     const bool once = lines.period == lines.cols;
     const int first = once ? lines.TileOf(channel * lines.inner) : 0;
-    const uint32_t tiles = (once ? lines.TileOf((channel + 1) * lines.inner - 1) + 1 : lines.tiles) - first;
+    const int end = once ? lines.TileOf((channel + 1) * lines.inner - 1) + 1 : lines.tiles;
 #pragma unroll 1
-    for (uint32_t e = lane; e < tiles * plan.spans; e += lanes) {
-      const uint32_t span = e / tiles;
-      const int tile = first + static_cast<int>(e - span * tiles);
+    for (int tile = first + static_cast<int>(lane & ((1u << plan.tile_bits) - 1)); tile < end;
+         tile += 1 << plan.tile_bits) {
       int64_t inner_index, q = channel - lines.Channel(int64_t{tile} * lines.tile, &inner_index);
       if (q < 0) q += lines.channels;
-      if (once || q <= (inner_index + lines.Width(tile) - 1) / lines.inner) {
-        merged = P::Merge(merged, from[static_cast<uint64_t>(span) * span_stride + tile * plan.slots + q]);
+      if (!once && q >= lines.ChannelsFrom(inner_index, lines.Width(tile))) continue;
+      const P* const of_tile = partials + int64_t{tile} * plan.slots + q;
+#pragma unroll 1
+      for (uint32_t span = lane >> plan.tile_bits; span < plan.spans; span += 1u << plan.span_bits) {
+        merged = P::Merge(merged, of_tile[span * span_stride]);
       }
     }
   }
   // The lanes of a channel: those of a warp, then the warps.
 #pragma unroll 1
-  for (uint32_t distance = width; distance < kWarp; distance *= 2)
+  for (uint32_t distance = width; distance < kWarp; distance *= 2) {
     merged = P::Merge(merged, ShuffleXor(merged, distance));
+  }
   __shared__ P shared[kFinalThreads];
   shared[threadIdx.x] = merged;
   __syncthreads();
   if (lane > 0 || !there) return;
-#pragma unroll
-  for (uint32_t i = threadIdx.x + max(width, uint32_t{kWarp}); i < kFinalThreads; i += max(width, uint32_t{kWarp})) {
-    merged = P::Merge(merged, shared[i]);
-  }
+  const uint32_t step = max(width, uint32_t{kWarp});
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x + step; i < kFinalThreads; i += step) merged = P::Merge(merged, shared[i]);
   const auto store = [&](int i, A value) { plan.results[i].template Of<A>(group)[channel] = value; };
   if constexpr (kMoments) {
     const bool any = merged.count > 0;
@@ -312,12 +315,10 @@ ffi::Error Reduce(const DeviceInfo& device, cudaStream_t stream, const GroupArra
   FinalPlan<P> plan{.partials = partials.data,
                     .channels = lines.channels,
                     .inner = lines.inner,
-                    .blocks = 1,
                     .spans = any ? spans.spans : 0,
                     .slots = static_cast<uint32_t>(partials.slots),
                     .tiles = static_cast<uint32_t>(lines.tiles),
                     .tile = static_cast<uint32_t>(lines.tile),
-                    .width_bits = std::countr_zero(static_cast<unsigned>(kFinalThreads)),
                     .one_tile = lines.tiles == 1 || (once && lines.inner == 1 && !lines.wide)};
   if constexpr (std::is_same_v<P, Moments<AccT<T>>>) {
     if (any) plan.other = arrays.x;
@@ -329,13 +330,14 @@ ffi::Error Reduce(const DeviceInfo& device, cudaStream_t stream, const GroupArra
     plan.results[0] = arrays.dbias;
     plan.results[1] = arrays.dscale;
   }
-  // Of each lane.
-  const auto turns = [&] {
-    const int64_t tiles = plan.one_tile ? 1 : once ? lines.inner / lines.tile + 2 : lines.tiles;
-    return plan.spans * tiles / (kFinalThreads >> plan.width_bits);
-  };
-  while (plan.width_bits > 0 && turns() > (plan.one_tile ? kFinalAtOnce : 1)) --plan.width_bits;
-  plan.blocks = static_cast<uint32_t>(((lines.channels - 1) >> plan.width_bits) + 1);
+  // Of a channel.
+  const int64_t tiles = plan.one_tile ? 1 : once ? (lines.inner - 1) / lines.tile + 2 : lines.tiles;
+  const auto lanes = [&] { return 1 << (plan.tile_bits + plan.span_bits); };
+  while (lanes() < kFinalThreads && int64_t{1} << plan.tile_bits < tiles) ++plan.tile_bits;
+  while (lanes() < kFinalThreads && int64_t{plan.one_tile ? kFinalAtOnce : 1} << plan.span_bits < plan.spans) {
+    ++plan.span_bits;
+  }
+  plan.blocks = static_cast<uint32_t>((lines.channels - 1) / (kFinalThreads / lanes()) + 1);
   return Launch<BatchNormFinalKernel<T, P>>(device, stream, Grid{plan.blocks * arrays.groups, kFinalThreads},
                                             "BatchNormFinalKernel", plan, static_cast<AccT<T>>(epsilon), lines);
 }

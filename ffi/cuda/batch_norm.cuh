@@ -280,10 +280,10 @@ class Channels {
 
 // What a thread knows of its columns: `kCount` numbers of each. Its own, but in shared memory: a register for each would
 // leave too few threads to keep the memory busy. Neighbouring threads have neighbouring vectors.
-template <typename T, int kCount>
+template <typename T, int kCount, int kAtOnce = kVecSize<AccT<T>>>
 struct Constants {
   using A = AccT<T>;
-  static constexpr int kQuad = kVecSize<A>, kQuads = kCols / kQuad;  // columns that are read at once
+  static constexpr int kQuad = kAtOnce, kQuads = kCols / kQuad;  // columns that are read at once
   Vec<A, kQuad> values[kCount][kQuads][kBatchNormThreads<T>];
 
   __device__ __forceinline__ void Set(int which, const A (&of)[kCols]) {

@@ -89,7 +89,7 @@ ffi::Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNorm
   const Lines lines = MakeLines(args.shape, (kBatchNormThreads<T> - kBeyond) * kCols);
   return ForGroups(args, [&](const GroupArrays& arrays) {
     // Many short blocks even out how fast multiprocessors are. Where bits are moved in the block, they begin slowly.
-    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kBeyond ? 2 : 10,
+    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kBeyond ? 1 : 10,
                                   kBatch<T, 1 + kResidual>, 2, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
     const Grid grid{spans.blocks * arrays.groups, (lines.tile / kCols + kBeyond + 31) / 32 * 32};
     return Launch<BatchNormFwdKernel<T, kResidual, kBits>>(device, stream, grid, "BatchNormFwdKernel", arrays, lines,

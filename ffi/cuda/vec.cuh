@@ -124,19 +124,13 @@ __device__ __forceinline__ L2Policy EvictFirst() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return L2Policy{policy};
 }
-__device__ __forceinline__ L2Policy EvictNormal() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return L2Policy{policy};
-}
-
 __device__ __forceinline__ L2Policy EvictLast() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return L2Policy{policy};
 }
 
-// As Load, 16 bytes.
+// As Load.
 template <typename T>
 __device__ __forceinline__ uint4 LoadWords(const T* p, L2Policy policy) {
   uint4 words;

@@ -59,7 +59,7 @@ __device__ __forceinline__ Vec<U, kVec> LoadColumns(const U* row, int first, int
   constexpr int kWide = kVecSize<U>;
   constexpr int kVectors = kVec / kWide;
   constexpr int kWordsPerVector = kVecBytes / sizeof(uint32_t);
-  if (kAligned || (first >= kWide && first + kVec + kWide <= cols)) {
+  const auto load_vectors = [&] {
     constexpr int kWords = kVectors * kWordsPerVector, kMoreWords = kWords + kWordsPerVector;
     const int excess = kAligned ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row + first) % kVecBytes);
     const auto* vectors = reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(row + first) - excess);
@@ -86,13 +86,18 @@ __device__ __forceinline__ Vec<U, kVec> LoadColumns(const U* row, int first, int
 #pragma unroll
     for (int i = 0; i < kWords; ++i) inside.w[i] = words[i];
     return std::bit_cast<Vec<U, kVec>>(inside);
-  }
-  Vec<U, kVec> values;
+  };
+  if constexpr (kAligned) {
+    return load_vectors();
+  } else {
+    if (first >= kWide && first + kVec + kWide <= cols) return load_vectors();
+    Vec<U, kVec> values;
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    values.v[i] = first + i >= 0 && first + i < cols ? row[first + i] : FromAcc<U>(AccT<U>(0));
+    for (int i = 0; i < kVec; ++i) {
+      values.v[i] = first + i >= 0 && first + i < cols ? row[first + i] : FromAcc<U>(AccT<U>(0));
+    }
+    return values;
   }
-  return values;
 }
 
 // A row of parameters is copied once for each way in which rows of odd length lie on the grid of 16-byte slots. With the

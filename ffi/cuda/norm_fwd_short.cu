@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kShortThreads) NormFwdShortKernel(const __grid
       }
     }
 
-    const Acc count = static_cast<Acc>(cols), inverse = kFull ? Acc(1) / (kLanes * kVec) : op.inverse_cols;
+    const Acc inverse = kFull ? Acc(1) / (kLanes * kVec) : op.inverse_cols;
     const auto of_row = [&](Acc value, int r) { return __shfl_sync(kAllLanes, value, r * kSumLanes, kLanes); };
     Acc means[kRows] = {}, rests[kRows] = {};  // their sums are subtracted
     const auto deviations = [&](int r, Acc(&out)[kVec]) {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kShortThreads) NormFwdShortKernel(const __grid
     Acc mean = 0;  // of row lane / kSumLanes
     if constexpr (kCenter) {
       const Acc sum = sum_rows(add);
-      mean = kFull ? sum * inverse : MeanOf(sum, count, inverse);  // by a power of two
+      mean = kFull ? sum * inverse : MeanOf(sum, static_cast<Acc>(cols), inverse);  // by a power of two
 #pragma unroll
       for (int r = 0; r < kRows; ++r) means[r] = of_row(mean, r);
     }

@@ -280,32 +280,32 @@ class Channels {
 
 // What a thread knows of its columns: `kCount` numbers of each. Its own, but in shared memory: a register for each would
 // leave too few threads to keep the memory busy. Neighbouring threads have neighbouring vectors.
-template <typename T, int kCount, int kAtOnce = kVecSize<AccT<T>>>
+template <typename T, int kCount, int kWidth_ = kVecSize<AccT<T>>>
 struct Constants {
   using A = AccT<T>;
-  static constexpr int kQuad = kAtOnce, kQuads = kCols / kQuad;  // columns that are read at once
-  Vec<A, kQuad> values[kCount][kQuads][kBatchNormThreads<T>];
+  static constexpr int kWidth = kWidth_, kParts = kCols / kWidth;  // columns that are read at once, and how often
+  Vec<A, kWidth> values[kCount][kParts][kBatchNormThreads<T>];
 
   __device__ __forceinline__ void Set(int which, const A (&of)[kCols]) {
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      Vec<A, kQuad> quad;
+    for (int q = 0; q < kParts; ++q) {
+      Vec<A, kWidth> some;
 #pragma unroll
-      for (int j = 0; j < kQuad; ++j) quad.v[j] = of[q * kQuad + j];
-      values[which][q][threadIdx.x] = quad;
+      for (int j = 0; j < kWidth; ++j) some.v[j] = of[q * kWidth + j];
+      values[which][q][threadIdx.x] = some;
     }
   }
 
-  // Columns q * kQuad and following.
-  __device__ __forceinline__ Vec<A, kQuad> Get(int which, int q) const { return values[which][q][threadIdx.x]; }
+  // Columns q * kWidth and following.
+  __device__ __forceinline__ Vec<A, kWidth> Get(int which, int q) const { return values[which][q][threadIdx.x]; }
 
   __device__ __forceinline__ Vec<A, kCols> GetAll(int which) const {
-    struct Quads {
-      Vec<A, kQuad> q[kQuads];
-    } quads;
+    struct Parts {
+      Vec<A, kWidth> of[kParts];
+    } parts;
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) quads.q[q] = Get(which, q);
-    return std::bit_cast<Vec<A, kCols>>(quads);
+    for (int q = 0; q < kParts; ++q) parts.of[q] = Get(which, q);
+    return std::bit_cast<Vec<A, kCols>>(parts);
   }
 };
 

@@ -14,9 +14,9 @@ namespace jaxnorm {
 namespace {
 
 // `n`: elements of a channel, if they are not counted.
-template <typename T, int kCount, int kAtOnce>
+template <typename T, int kCount, int kWidth>
 __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Lines& lines, const Part& part,
-                                             AccT<T> epsilon, AccT<T> n, Constants<T, kCount, kAtOnce>& constants) {
+                                             AccT<T> epsilon, AccT<T> n, Constants<T, kCount, kWidth>& constants) {
   using A = AccT<T>;
   const Channels channels(lines, part.column);
   const auto load = [&](const GroupArray& array, A(&values)[kCols]) { channels.Load(array.Of<A>(part.group), values); };
@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
 #pragma unroll
     for (int k = 0; k < k_lines; ++k) counts[k] = kMasked ? counted.Line(line + k, batch.count) : 0;
 #pragma unroll
-    for (int q = 0; q < constants.kQuads; ++q) {
+    for (int q = 0; q < constants.kParts; ++q) {
       const auto factor = constants.Get(0, q);
-      [[maybe_unused]] Vec<A, constants.kQuad> mean, slope, offset;
+      [[maybe_unused]] Vec<A, constants.kWidth> mean, slope, offset;
       if constexpr (kTerms) {
         mean = constants.Get(1, q);
         slope = constants.Get(2, q);
@@ -115,10 +115,10 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
       }
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) {
-        A values[constants.kQuad];
+        A values[constants.kWidth];
 #pragma unroll
-        for (int j = 0; j < constants.kQuad; ++j) {
-          const int column = q * constants.kQuad + j;
+        for (int j = 0; j < constants.kWidth; ++j) {
+          const int column = q * constants.kWidth + j;
           values[j] = factor.v[j] * ToAcc(dys[k].Get().v[column]);
           if constexpr (kTerms) {
             const A drift = slope.v[j] * (ToAcc(xs[k].Get().v[column]) - mean.v[j]) + offset.v[j];

@@ -53,14 +53,14 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
     batch.Load(x, cells);
     if constexpr (kResidual) batch.Load(residual, residuals);
 #pragma unroll
-    for (int q = 0; q < constants.kQuads; ++q) {
+    for (int q = 0; q < constants.kParts; ++q) {
       const auto mean = constants.Get(0, q), factor = constants.Get(1, q), bias = constants.Get(2, q);
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) {
-        A values[constants.kQuad];
+        A values[constants.kWidth];
 #pragma unroll
-        for (int j = 0; j < constants.kQuad; ++j) {
-          const int column = q * constants.kQuad + j;
+        for (int j = 0; j < constants.kWidth; ++j) {
+          const int column = q * constants.kWidth + j;
           values[j] = (ToAcc(cells[k].Get().v[column]) - mean.v[j]) * factor.v[j] + bias.v[j];
           if constexpr (kResidual) values[j] += ToAcc(residuals[k].Get().v[column]);
         }

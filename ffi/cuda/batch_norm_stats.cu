@@ -12,6 +12,7 @@ constexpr int kStatsBatch = 2 * kBatch<T, 1>;
 // are 4% slower, which is more than the next pass saves where x is large.
 enum class Read { kAll, kMasked, kKeepEnd };
 constexpr int kKeptPart = 3;
+constexpr int kStatsRuns = 16;  // for kKeepEnd; 4 were 1% slower
 
 template <typename T, Read kRead>
 __global__ void __launch_bounds__(kBatchNormThreads<T>, kRead == Read::kMasked ? 2 : kReduceBlocks)
@@ -103,8 +104,9 @@ ffi::Error RunStats(const DeviceInfo& device, cudaStream_t stream, const BatchNo
   const Lines lines = ReduceLines<T>(args.shape, true);
   return ForGroups(args, [&](const GroupArrays& arrays) {
     return Reduce<T, Moments<AccT<T>>>(
-        device, stream, arrays, lines, kStatsBatch<T>, kRead == Read::kKeepEnd ? 16 : 1, AllAligned<T>(arrays.x), 0,
-        scratch, [&](const Grid& grid, const Spans& spans, Walk walk, const auto& partials) {
+        device, stream, arrays, lines, kStatsBatch<T>, kRead == Read::kKeepEnd ? kStatsRuns : 1,
+        AllAligned<T>(arrays.x), 0, scratch,
+        [&](const Grid& grid, const Spans& spans, Walk walk, const auto& partials) {
           walk.kept = (lines.size - device.l2_bytes / kKeptPart / static_cast<int>(sizeof(T))) / lines.period;
           return Launch<BatchNormStatsKernel<T, kRead>>(device, stream, grid, "BatchNormStatsKernel", arrays, lines,
                                                         spans, walk, partials,

@@ -8,6 +8,8 @@ namespace {
 template <typename T, Bits kBits>
 constexpr int kSumsBatch = kBits == Bits::kRagged ? kBatch<T, 1> : kBatch<T, 2>;
 
+constexpr int kSumsRuns = 4;  // where L2 keeps the end of them
+
 // kProduct: x is read for the sum of g * (x - mean).
 template <typename T, Bits kBits, bool kProduct>
 __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
@@ -43,14 +45,14 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
       for (int k = 0; k < k_lines; ++k) dys[k].Select(on >> kCols * k);
     }
 #pragma unroll
-    for (int q = 0; q < constants.kQuads; ++q) {
-      [[maybe_unused]] Vec<A, constants.kQuad> mean;
+    for (int q = 0; q < constants.kParts; ++q) {
+      [[maybe_unused]] Vec<A, constants.kWidth> mean;
       if constexpr (kProduct) mean = constants.Get(0, q);
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) {
 #pragma unroll
-        for (int j = 0; j < constants.kQuad; ++j) {
-          const int column = q * constants.kQuad + j;
+        for (int j = 0; j < constants.kWidth; ++j) {
+          const int column = q * constants.kWidth + j;
           const A g = ToAcc(dys[k].Get().v[column]);
           totals[column].g += g;
           if constexpr (kProduct) totals[column].gx += g * (ToAcc(xs[k].Get().v[column]) - mean.v[j]);
@@ -72,7 +74,7 @@ ffi::Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNor
   const int64_t bytes = args.shape.groups * lines.size * sizeof(T) * (kProduct ? 2 : 1);
   return ForGroups(args, [&](const GroupArrays& arrays) {
     return Reduce<T, Totals<AccT<T>>>(
-        device, stream, arrays, lines, kSumsBatch<T, kBits>, IsKeptByL2(device, bytes) ? 4 : 1,
+        device, stream, arrays, lines, kSumsBatch<T, kBits>, IsKeptByL2(device, bytes) ? kSumsRuns : 1,
         AllAligned<T>(arrays.dy, arrays.x), epsilon, scratch,
         [&](const Grid& grid, const Spans& spans, const Walk& walk, const auto& partials) {
           return Launch<BatchNormSumsKernel<T, kBits, kProduct>>(device, stream, grid, "BatchNormSumsKernel", arrays,

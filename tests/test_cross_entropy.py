@@ -251,6 +251,27 @@ def test_offset(dtype, offset, smoothing):
     np.testing.assert_allclose(y, expected, rtol=64 * oracle.UNIT[dtype])
 
 
+def huge(dtype, columns):
+    """Logits, labels and p of rows of one large number, as masks leave them; of the last one, half are half of it."""
+    largest = oracle.LARGEST[dtype]
+    values = (-largest, largest, -min(1e10, largest), min(1e10, largest))
+    x = np.stack([np.full(columns, value) for value in values]).astype(np.dtype(dtype))
+    x[3, ::2] /= 2
+    p = (x == x.max(1, keepdims=True)).astype(np.float64)
+    return x, np.array([0, columns - 1, 3, 1], np.int32), p / p.sum(1, keepdims=True)
+
+
+@dtypes
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("columns", [8, 37, 128, 4096, 4099])
+def test_huge_logits(dtype, axis, columns):
+    """Logits that are all the same large number are as good as zeros. In the oracle's lse - x, nothing is left."""
+    x, labels, p = huge(dtype, columns)
+    expected = -np.log(p[np.arange(4), labels])
+    x = jnp.asarray(x if axis == 1 else np.ascontiguousarray(x.T))
+    np.testing.assert_allclose(jax.jit(loss_of(labels, axis=axis))(x), expected, rtol=1e-5)
+
+
 @dtypes
 @pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.1}])
 @pytest.mark.parametrize("axis", [0, 1])

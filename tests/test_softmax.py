@@ -379,6 +379,48 @@ def test_wide_range(op, dtype):
     check(op, rand((4, 257), dtype, scale=40.0))
 
 
+def huge(dtype, columns):
+    """Logits as masks of large finite numbers leave them: all the same, or next to ordinary ones and -inf."""
+    largest = oracle.LARGEST[dtype]
+    some = min(1e10, largest / 4)
+    even = np.arange(columns) % 2 == 0
+    ordinary = np.random.default_rng(columns).standard_normal(columns)
+    rows = [
+        *(np.full(columns, value) for value in (-largest, largest, -some, some)),
+        np.where(even, some, some / 2),
+        np.where(even, -some, -2 * some),
+        *(np.where(even, value, -largest / 2) for value in (ordinary, -inf)),
+        np.where(np.arange(columns) < columns - 1, -inf, some),
+    ]
+    return np.stack(rows).astype(np.dtype(dtype))
+
+
+@ops
+@dtypes
+@pytest.mark.parametrize("columns", [8, 37, 128, 1024, 1029, 9000, 200000])
+def test_huge_logits(op, dtype, columns):
+    """The largest logits share the probability, however large they are and whatever they are multiplied by."""
+    x = huge(dtype, columns)
+    zeros, three_quarters = np.zeros(1, x.dtype), np.full(1, 0.75, x.dtype)
+    for axis in (-1,) if columns > 2000 else (-1, 0):
+        a = jnp.asarray(x if axis == -1 else np.ascontiguousarray(x.T))
+        for given, operands in (
+            ({}, {}),
+            ({"scale": 0.7}, {"scale": 0.7}),
+            ({"scale": three_quarters}, {"scale": three_quarters}),
+            ({"bias": zeros}, {}),
+            ({"where": np.ones(a.shape, bool)}, {}),
+        ):
+            y = jax.jit(lambda a, axis=axis, given=given: jn(op)(a, axis, **given))(a)
+            expected = forward(op, a, axis, **operands)
+            size = np.abs(expected) + (1 if op == "log_softmax" else 0)
+            oracle.assert_close(y, expected, dtype, floor=16, size=size)
+        biased = jax.jit(lambda a, axis=axis: jn(op)(jnp.zeros_like(a), axis, bias=a))(a)
+        oracle.assert_close(
+            biased, forward(op, a, axis), dtype, floor=16, size=np.abs(expected) + 1
+        )
+
+
 @ops
 @dtypes
 def test_subnormal(op, dtype):

@@ -418,7 +418,14 @@ struct FwdCore {
     const Loops loops(tile, pitch);
     const S* x_tile = x + tile.offset;
     S* y_tile = y + tile.offset;
-    const auto z = [=, *this](int64_t at) JAXNORM_INLINE_LAMBDA { return ToAcc(x_tile[at]) * factor; };
+    // The minimum with what the compiler does not know to be infinity changes nothing. It is in the way of fusing the
+    // product with the subtraction of the maximum, which was rounded: what is left of a huge logit would be large.
+    A infinity = kInfinity<A>;
+    asm("" : "+m"(infinity));
+    const auto z = [=, *this](int64_t at) JAXNORM_INLINE_LAMBDA {
+      const A product = ToAcc(x_tile[at]) * factor;
+      return product > infinity ? infinity : product;
+    };
     A max[kMaxWidth<A>], sum[kMaxWidth<A>];
     if (steps == kResults) {
       loops.Load(stats, max);

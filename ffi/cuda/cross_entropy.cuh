@@ -15,7 +15,7 @@ struct MaxSums {
   Acc max, sum;
   Acc more[kMore];
 
-  static __device__ __forceinline__ MaxSums Identity() { return {-Acc(INFINITY), 0, {}}; }
+  static __device__ __forceinline__ MaxSums Identity() { return With(MaxSum<T>::Identity(), {}); }
   static __device__ __forceinline__ MaxSums With(MaxSum<T> first, MaxSums rest) {
     rest.max = first.max;
     rest.sum = first.sum;
@@ -39,8 +39,8 @@ struct MaxSums {
   }
 };
 
-// The part of an Op (rows.cuh, strided.cuh) that reads logits, z in units. kSmooth: sum(z - centre) is added up too, where
-// the centre is some number near z, so that nothing is lost to a common offset. kKeepsTerms: Reduce leaves the exponentials
+// The part of an Op (rows.cuh, strided.cuh) that reads logits, z in units. kSmooth: sum(z - centre) is added up too, in
+// units, where the centre is some number near z, so that nothing is lost to a common offset. kKeepsTerms: Reduce leaves the exponentials
 // in the slots, to be written.
 template <typename T_, Mode kMode_, bool kSmooth, bool kKeepsTerms>
 struct CrossEntropyRows {
@@ -51,9 +51,9 @@ struct CrossEntropyRows {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kInputs = 1;        // x
   static constexpr int kColumnInputs = 1;  // x
+  static constexpr bool kManyColumnNumbers = kSmooth;
   static constexpr int kUnroll = 2;
   static constexpr bool kBundles = false;
-  static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
   // The sums of a Partial besides that of the exponentials: deviations, and classes that take part (kGeneral).
   static constexpr int kCount = kSmooth ? 1 : 0;
   static constexpr int kMore = kCount + (kGeneral ? 1 : 0);
@@ -102,7 +102,7 @@ struct CrossEntropyRows {
 
   struct Slot {
     Vec<T, kVec> x;   // after Decode, except
-    Acc v[kVec];      // kGeneral: z in units. After Reduce or Prepare: exp(z - reference)
+    Acc v[kVec];      // kGeneral: z in units. After Reduce or Prepare: exp(z - max)
     unsigned masked;  // kGeneral: bit i: element i is masked, or outside the row
     int first;        // the row's element that is element 0 here
     Acc centre;       // kSmooth
@@ -116,7 +116,7 @@ struct CrossEntropyRows {
     if constexpr (kSmooth) out.centre = row.centre;
     if constexpr (kGeneral) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * kUnit<T>;
+      for (int i = 0; i < kVec; ++i) out.v[i] = RoundedProduct(ToAcc(out.x.v[i]), kUnit<T>);
       if (HasWhere()) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
@@ -139,9 +139,27 @@ struct CrossEntropyRows {
     }
   }
 
-  __device__ __forceinline__ Acc Shifted(const Slot& slot, int i, Acc reference) const {
-    if constexpr (kGeneral) return slot.v[i] - reference;
-    return fma(ToAcc(slot.x.v[i]), kUnit<T>, -reference);
+  static constexpr Acc kSlope = kUnit<T> * kPowers<T>;  // powers per x
+
+  // z - max in powers, where max is in units.
+  static __device__ __forceinline__ void Subtract(const Slot& slot, Acc max, Acc (&powers)[kVec]) {
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) powers[i] = (slot.v[i] - max) * kPowers<T>;
+    } else {
+      const Acc offset = max * kPowers<T>;
+      ToAccAll(slot.x, powers);
+      ToPowers<T>(powers, kSlope, IsHuge<T>(offset), [=](int) { return offset; });
+    }
+  }
+
+  // z - max itself, of a number of the row, as its exponential was taken.
+  static __device__ __forceinline__ Acc Below(Acc x, Acc max) {
+    if constexpr (kGeneral) return (RoundedProduct(x, kUnit<T>) - max) * kLogitOfUnit<T>;
+    Acc powers[1] = {x};
+    const Acc offset = max * kPowers<T>;
+    ToPowers<T>(powers, kSlope, IsHuge<T>(offset), [=](int) { return offset; });
+    return powers[0] * kLogitOfPower<T>;
   }
 
   // The maximum over the lanes comes first, so that lanes then merge by adding. Deviations are added up as distances from
@@ -151,17 +169,17 @@ struct CrossEntropyRows {
     const auto add = [](Acc a, Acc b) { return a + b; };
     const Acc m = MaxOfSlots<T, kGeneral>(slots, kUnit<T>);
     Partial p = Partial::Identity();
-    p.max = LaneReduce(m, width, [](Acc a, Acc b) { return Max(a, b); });
-    const Acc reference = Finite(p.max);
+    p.max = Finite<T>(LaneReduce(m, width, [](Acc a, Acc b) { return Max(a, b); }));
     Acc distances = 0, count = kN * kVec;
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
+      Acc powers[kVec];
+      Subtract(slots[j], p.max, powers);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const Acc shifted = Shifted(slots[j], i, reference);
-        slots[j].v[i] = kKeepsTerms ? Exp<T>(shifted) : ExpOfTerm<T>(shifted);
+        slots[j].v[i] = kKeepsTerms ? ExpOfPowers<T>(powers[i]) : ExpOfTerm<T>(powers[i]);
         p.sum += slots[j].v[i];
-        if constexpr (kSmooth) distances += kGeneral && (slots[j].masked >> i & 1) ? Acc(0) : shifted;
+        if constexpr (kSmooth) distances += kGeneral && (slots[j].masked >> i & 1) ? Acc(0) : powers[i];
       }
     }
     p.sum = LaneReduce(p.sum, width, add);
@@ -171,7 +189,7 @@ struct CrossEntropyRows {
       p.more[kCount] = LaneReduce(count, width, add);
     }
     if constexpr (kSmooth) {
-      Acc deviation = fma(count, reference - slots[0].centre, distances);
+      Acc deviation = fma(count, p.max - slots[0].centre, distances / kPowers<T>);
       if constexpr (!kGeneral) {
         // At the edges, a neutral element cannot be told from a logit of -inf.
         bool all = true;
@@ -217,21 +235,31 @@ struct CrossEntropyRows {
     return c;
   }
 
-  // z of one element in kGeneral; masked: -inf.
+  // z in units of one element in kGeneral; masked: -inf.
   __device__ __forceinline__ Acc ColumnZ(T raw, const Column& column, int a, bool& masked) const {
     masked = column.where != nullptr && !column.where[a * where.axis_stride];
-    return masked ? -Acc(INFINITY) : ToAcc(raw) * kUnit<T>;
+    return masked ? -Acc(INFINITY) : RoundedProduct(ToAcc(raw), kUnit<T>);
   }
 
-  __device__ __forceinline__ Acc ColumnShifted(T raw, const Column& column, int a, Acc reference, bool& masked) const {
-    if constexpr (kGeneral) return ColumnZ(raw, column, a, masked) - reference;
-    masked = false;
-    return fma(ToAcc(raw), kUnit<T>, -reference);
+  // What is subtracted in a column: kGeneral: in units, else in powers.
+  static __device__ __forceinline__ Acc ColumnReference(Acc max) { return kGeneral ? max : max * kPowers<T>; }
+
+  // z - max in powers, of one element of each column. reference(v): that of column v; `huge`: IsAnyHuge of them.
+  template <int kN, typename Reference>
+  __device__ __forceinline__ void ColumnPowers(const Vec<T, kN>& raw, const Column& column, int a, bool huge,
+                                               Reference reference, Acc (&powers)[kN], bool& masked) const {
+    if constexpr (kGeneral) {
+      powers[0] = (ColumnZ(raw.v[0], column, a, masked) - reference(0)) * kPowers<T>;
+    } else {
+      masked = false;
+      ToAccAll(raw, powers);
+      ToPowers<T>(powers, kSlope, huge, reference);
+    }
   }
 
   // What deviations are from: a row's first logit, in units, if it is a number that takes part.
   __device__ __forceinline__ static Acc Centre(T first, const bool* where) {
-    const Acc value = ToAcc(first) * kUnit<T>;
+    const Acc value = RoundedProduct(ToAcc(first), kUnit<T>);
     return (where == nullptr || *where) && isfinite(value) ? value : Acc(0);
   }
 

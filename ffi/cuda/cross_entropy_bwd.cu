@@ -44,16 +44,15 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false, true> {
     return n;
   }
 
-  // Of a row: result = exp(z - reference) * scale + shift, less `of_label` for the label.
+  // Of a row: result = exp(z - max) * scale + shift, less `of_label` for the label.
   struct Factors {
     Acc scale, shift, of_label;
   };
 
   __device__ __forceinline__ Factors FactorsOf(const Numbers& n, const Partial& total) const {
-    // A maximum of -inf makes every result NaN; one of +inf, and a NaN, have made the sum NaN already.
-    const Acc zero_or_nan = total.max == -Acc(INFINITY) ? Acc(NAN) : Acc(0);
     const Acc shared = smoothing != 0 ? n.b * (smoothing / Base::Classes(total)) : Acc(0);
-    return {n.a * Reciprocal<T>(total.sum), zero_or_nan - shared, n.b * label_weight};
+    // Where every logit is -inf, the sum is 0, and all results become NaN.
+    return {n.a * Reciprocal<T>(total.sum), -shared, n.b * label_weight};
   }
 
   // ---- Rows (rows.cuh) ----
@@ -84,9 +83,10 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false, true> {
 
   template <typename Variant>
   __device__ __forceinline__ void Prepare(Variant, Slot& slot, const Partial& total) const {
-    const Acc reference = Finite(total.max);
+    Acc powers[kVec];
+    Base::Subtract(slot, total.max, powers);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) slot.v[i] = Exp<T>(Base::Shifted(slot, i, reference));
+    for (int i = 0; i < kVec; ++i) slot.v[i] = ExpOfPowers<T>(powers[i]);
   }
 
   template <typename Variant>
@@ -139,18 +139,25 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false, true> {
 
   template <typename Variant>
   __device__ __forceinline__ ColumnFinal FinishColumn(Variant, const Partial& total, const Ahead& n) const {
-    return {Finite(total.max), FactorsOf(n, total), n.label};
+    return {Base::ColumnReference(total.max), FactorsOf(n, total), n.label};
+  }
+
+  template <int kN>
+  __device__ __forceinline__ bool AreHuge(const ColumnFinal (&final)[kN]) const {
+    return !kGeneral && IsAnyHuge<T, kN>([&](int v) { return final[v].reference; });
   }
 
   template <int kN, typename Variant>
   __device__ __forceinline__ void ColumnResult(Variant, const Vec<T, kN> (&raw)[1], const typename Base::Column& column,
-                                               int position, const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
+                                               int position, const ColumnFinal (&final)[kN], bool huge,
+                                               Acc (&result)[kN]) const {
+    bool masked;
+    Acc powers[kN];
+    Base::ColumnPowers(raw[0], column, position, huge, [&](int v) { return final[v].reference; }, powers, masked);
 #pragma unroll
     for (int v = 0; v < kN; ++v) {
       const Factors& f = final[v].factors;
-      bool masked;
-      const Acc e = Exp<T>(Base::ColumnShifted(raw[0].v[v], column, position, final[v].reference, masked));
-      result[v] = fma(e, f.scale, f.shift) - (position == final[v].label ? f.of_label : Acc(0));
+      result[v] = fma(ExpOfPowers<T>(powers[v]), f.scale, f.shift) - (position == final[v].label ? f.of_label : Acc(0));
       if (masked || final[v].label < 0) result[v] = 0;
     }
   }

@@ -13,8 +13,7 @@ namespace jaxnorm {
 template <typename T_, Mode kMode_, bool kSmooth>
 struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth, false> {
   using Base = CrossEntropyRows<T_, kMode_, kSmooth, false>;
-  using Base::Base, Base::cols, Base::kGeneral, Base::kPerUnit, Base::label_weight, Base::labels, Base::smoothing,
-      Base::where, Base::x;
+  using Base::Base, Base::cols, Base::kGeneral, Base::label_weight, Base::labels, Base::smoothing, Base::where, Base::x;
   using typename Base::Acc;
   using typename Base::Partial;
   using typename Base::Slot;
@@ -87,16 +86,16 @@ struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth, false> {
   // very number that the exponentials were taken against: its rounding cancels.
   template <typename Variant>
   __device__ __forceinline__ void StoreRow(Variant, int64_t index, const Partial& total, const Ahead& ahead) const {
-    const Acc reference = Finite(total.max), log_sum = ::log(total.sum);
+    const Acc reference = total.max, log_sum = ::log(total.sum);
     Acc loss = log_sum;
     if (!kSmooth || label_weight != 0 || isnan(ahead.picked)) {
-      loss -= fma(ahead.picked, kUnit<T>, -reference) * kPerUnit * label_weight;
+      loss -= Base::Below(ahead.picked, reference) * label_weight;
     }
     if constexpr (kSmooth) {
-      loss -= (total.more[0] / Base::Classes(total) + (ahead.centre - reference)) * kPerUnit * smoothing;
+      loss -= (total.more[0] / Base::Classes(total) + (ahead.centre - reference)) * kLogitOfUnit<T> * smoothing;
     }
     nll[index] = loss;
-    lse[index] = reference * kPerUnit + log_sum;
+    lse[index] = reference * kLogitOfUnit<T> + log_sum;
   }
 };
 

@@ -7,20 +7,6 @@
 
 namespace jaxnorm {
 
-// All elements, in the arithmetic's dtype. By words, bfloat16 takes one instruction for each.
-template <typename U, int N>
-__device__ __forceinline__ void ToAccAll(const Vec<U, N>& from, AccT<U> (&to)[N]) {
-  if constexpr (std::is_same_v<U, __nv_bfloat16>) {
-    const auto words = std::bit_cast<Words<N / 2>>(from);
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      to[i] = __uint_as_float(i % 2 == 0 ? words.w[i / 2] << 16 : words.w[i / 2] & 0xffff0000);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = ToAcc(from.v[i]);
-  }
-}
-
 // Adds up each of kCount numbers over kLanes lanes, with fewer shuffles than one by one: lane i gets the sum of number
 // i / (kLanes / kCount).
 template <int kLanes, int kCount, typename Acc>

@@ -28,6 +28,19 @@ __device__ __forceinline__ Acc LaneReduce(Acc value, int width, F merge) {
   return value;
 }
 
+// Adds neighbours, then their sums, and so on: additions that do not wait for each other. N is a power of two.
+template <typename Acc, int N>
+__device__ __forceinline__ Acc TreeSum(const Acc (&numbers)[N]) {
+  if constexpr (N == 1) {
+    return numbers[0];
+  } else {
+    Acc pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) pairs[i] = numbers[2 * i] + numbers[2 * i + 1];
+    return TreeSum(pairs);
+  }
+}
+
 // f of each word of `value`.
 template <typename P, typename F>
 __device__ __forceinline__ P MapWords(P value, F f) {

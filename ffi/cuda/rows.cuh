@@ -211,63 +211,63 @@ __global__ void __launch_bounds__(kWarpThreads) WarpRowKernel(const int log2_lan
 // ---- Full tier ----
 
 // Rows that fill the lanes of the Warp tier with kFullItems slots each. How many lanes that takes is known when this is
-// compiled, and a thread works on kFullRows rows at constant distances. With so little to do for a slot, instructions take
-// as long as memory: this saves 2% of the time.
-inline constexpr int kFullItems = 2, kFullRows = 2;
+// compiled, and a thread works on kFullRows rows at constant distances: with so little to do for a slot, instructions take
+// as long as memory. With fewer blocks on a multiprocessor than kFullBlocks, 49152 rows of 256 bytes would be more than
+// are there at once, which takes 5% longer.
+inline constexpr int kFullItems = 2, kFullRows = 2, kFullBlocks = 24;
 inline constexpr int kMinFullLanes = 8;  // shorter rows are better off with more slots per lane
+template <int kLanes>
+inline constexpr int kFullBlockRows = kWarpThreads / kLanes * kFullRows;
 
+// There are at least kFullBlockRows rows.
 template <typename Op, int kLanes>
-__global__ void __launch_bounds__(kWarpThreads) FullRowKernel(const __grid_constant__ Op op) {
+__global__ void __launch_bounds__(kWarpThreads, kFullBlocks) FullRowKernel(const __grid_constant__ Op op) {
   static_assert(Op::kMode == Mode::kPlain);
   constexpr int kGroups = kWarpThreads / kLanes;  // row r of a thread is r * kGroups after its first
-  constexpr int kStep = kGroups * kLanes * kFullItems * Op::kVec;
+  constexpr int kCols = kLanes * kFullItems * Op::kVec, kStep = kGroups * kCols;
   const int lane = threadIdx.x % kLanes;
   const auto slot = [&](int j) { return lane + j * kLanes; };
-  const int64_t block_row = int64_t{blockIdx.x} * (kGroups * kFullRows), first_row = block_row + threadIdx.x / kLanes;
-  const typename Op::Row first = op.Begin(first_row);
-  // `whole`: the block has all its rows.
-  const auto run = [&](auto whole) {
-    const auto index = [&](int r) { return first_row + r * kGroups; };
-    const auto inside = [&](int r) { return whole || index(r) < op.rows; };
-    RawSlot<Op> raw[kFullRows][kFullItems];
+  // The last block may have rows that the one before has too; both write the same values.
+  const int64_t block_row = min(int64_t{blockIdx.x} * kFullBlockRows<kLanes>, op.rows - kFullBlockRows<kLanes>);
+  int64_t index = block_row + threadIdx.x / kLanes;
+  typename Op::Row row = op.RowAfter(op.Begin(0), index * kCols);
+  uint4 words[kFullRows][kFullItems][Op::kInputs];
 #pragma unroll
-    for (int r = 0; r < kFullRows; ++r) {
-      const typename Op::Row row = op.RowAfter(first, r * kStep);
+  for (int r = 0; r < kFullRows; ++r) {
+    const typename Op::Row from = op.RowAfter(row, r * kStep);
 #pragma unroll
-      for (int j = 0; j < kFullItems; ++j) {
+    for (int j = 0; j < kFullItems; ++j) {
 #pragma unroll
-        for (int k = 0; k < Op::kInputs; ++k) {
-          uint4 words = SplatWords(Op::NeutralInput());  // see WarpRowKernel
-          if (inside(r)) {
-            words = std::bit_cast<uint4>(jaxnorm::Load(op.Input(row, k).row + row.grid.First(slot(j))));
-          }
-          raw[r][j].in[k] = std::bit_cast<typename RawSlot<Op>::In>(words);
-        }
+      for (int k = 0; k < Op::kInputs; ++k) {
+        words[r][j][k] = std::bit_cast<uint4>(jaxnorm::Load(op.Input(from, k).row + from.grid.First(slot(j))));
       }
     }
-    op.WithVariant([&](auto variant) {
-#pragma unroll
-      for (int r = 0; r < kFullRows; ++r) {
-        const typename Op::Row row = op.RowAfter(first, r * kStep);
-        typename Op::Slot kept[kFullItems];
-#pragma unroll
-        for (int j = 0; j < kFullItems; ++j) op.template Decode<false>(row, slot(j), raw[r][j], kept[j]);
-        const typename Op::Partial total = op.Reduce(variant, kept, kLanes);
-        if (!inside(r)) continue;
-        if (lane == 0) op.StoreRow(variant, index(r), total, op.LoadAhead(index(r)));
-        const auto final = op.Finish(variant, total);
-#pragma unroll
-        for (int j = 0; j < kFullItems; ++j) {
-          op.Store(variant, row, slot(j), kept[j], op.LoadForStore(variant, row, slot(j)), final);
-        }
-      }
-    });
-  };
-  if (block_row + kGroups * kFullRows <= op.rows) {
-    run(std::true_type());
-  } else {
-    run(std::false_type());
   }
+  op.WithVariant([&](auto variant) {
+  // One by one: side by side, rows take registers that are not there.
+#pragma unroll 1
+    for (int r = 0; r < kFullRows; ++r, index += kGroups, row = op.RowAfter(row, kStep)) {
+      typename Op::Slot kept[kFullItems];
+#pragma unroll
+      for (int j = 0; j < kFullItems; ++j) {
+        RawSlot<Op> raw;
+#pragma unroll
+        for (int k = 0; k < Op::kInputs; ++k) {
+          raw.in[k] = std::bit_cast<typename RawSlot<Op>::In>(words[0][j][k]);
+#pragma unroll
+          for (int next = 1; next < kFullRows; ++next) words[next - 1][j][k] = words[next][j][k];
+        }
+        op.template Decode<false>(row, slot(j), raw, kept[j]);
+      }
+      const typename Op::Partial total = op.Reduce(variant, kept, kLanes);
+      if (lane == 0) op.StoreRow(variant, index, total, op.LoadAhead(index));
+      const auto final = op.Finish(variant, total);
+#pragma unroll
+      for (int j = 0; j < kFullItems; ++j) {
+        op.Store(variant, row, slot(j), kept[j], op.LoadForStore(variant, row, slot(j)), final);
+      }
+    }
+  });
 }
 
 // ---- Passes over many slots, from shared or from global memory ----
@@ -834,8 +834,8 @@ template <typename Op>
 bool LaunchFullRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
                    ffi::Error* status) {
   const auto launch = [&]<int kLanes>() {
-    if (slots != kLanes * kFullItems) return false;
-    const Grid grid = {.blocks = CeilDiv(op.rows, kWarpThreads / kLanes * kFullRows), .threads = kWarpThreads};
+    if (slots != kLanes * kFullItems || op.rows < kFullBlockRows<kLanes>) return false;
+    const Grid grid = {.blocks = CeilDiv(op.rows, kFullBlockRows<kLanes>), .threads = kWarpThreads};
     *status = Launch<FullRowKernel<Op, kLanes>>(device, stream, grid, name, op);
     return true;
   };

@@ -3,6 +3,7 @@
 #define JAXNORM_CUDA_SOFTMAX_CUH_
 
 #include <cmath>
+#include <limits>
 
 #include "operand.cuh"
 #include "rows.cuh"
@@ -11,12 +12,20 @@
 
 namespace jaxnorm {
 
-// Exponents are kept in units that make exp cheap: for the 16-bit types in powers of two, where exp is one MUFU
-// instruction; otherwise natural. z is multiplied by kUnit once, when it is decoded. The rounding of that product, 2^-24
-// relative, is below what the 16-bit types resolve at any offset.
+// Logits z are kept in units that make exp cheap. For the 16-bit types, whose exp is one MUFU instruction, a unit is two
+// powers of 2: of two, so that no finite bfloat16 leaves float32's range. For the others it is 1.
 inline constexpr float kLog2E = 1.44269504f;
 template <typename T>
-inline constexpr AccT<T> kUnit = sizeof(T) == 2 ? kLog2E : AccT<T>(1);
+inline constexpr int kPowers = sizeof(T) == 2 ? 2 : 1;  // of a unit; powers of e where a unit is 1
+template <typename T>
+inline constexpr AccT<T> kUnit = sizeof(T) == 2 ? kLog2E / kPowers<T> : AccT<T>(1);
+template <typename T>
+inline constexpr AccT<T> kLogitOfUnit = 1 / kUnit<T>;
+template <typename T>
+inline constexpr AccT<T> kLogitOfPower = kLogitOfUnit<T> / kPowers<T>;
+
+__device__ __forceinline__ float RoundedProduct(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double RoundedProduct(double a, double b) { return __dmul_rn(a, b); }
 
 // 2^x in one instruction.
 __device__ __forceinline__ float ApproximateExp2(float x) {
@@ -25,9 +34,9 @@ __device__ __forceinline__ float ApproximateExp2(float x) {
   return result;
 }
 
-// exp of a number of units.
+// exp of a number of powers.
 template <typename T>
-__device__ __forceinline__ AccT<T> Exp(AccT<T> x) {
+__device__ __forceinline__ AccT<T> ExpOfPowers(AccT<T> x) {
   if constexpr (sizeof(T) == 2) {
     return ApproximateExp2(x);
   } else {
@@ -35,14 +44,26 @@ __device__ __forceinline__ AccT<T> Exp(AccT<T> x) {
   }
 }
 
-// The same of x <= 0, as one of many terms of a sum that has a term of 1. For float32 it is off by a share of |x| 2^-24,
+// exp of a number of units.
+template <typename T>
+__device__ __forceinline__ AccT<T> ExpOfUnits(AccT<T> x) {
+  return ExpOfPowers<T>(x * kPowers<T>);
+}
+
+// exp of x itself.
+template <typename T>
+__device__ __forceinline__ AccT<T> Exp(AccT<T> x) {
+  return ExpOfPowers<T>(sizeof(T) == 2 ? x * kLog2E : x);
+}
+
+// ExpOfPowers of x <= 0, as one of many terms of a sum that has a term of 1. For float32 it is off by a share of |x| 2^-24,
 // which is least where the term counts: |x| exp(x) is never more than 0.4.
 template <typename T>
-__device__ __forceinline__ AccT<T> ExpOfTerm(AccT<T> x) {
+__device__ __forceinline__ AccT<T> ExpOfTerm(AccT<T> powers) {
   if constexpr (std::is_same_v<T, float>) {
-    return ApproximateExp2(x * kLog2E);
+    return ApproximateExp2(powers * kLog2E);
   } else {
-    return Exp<T>(x);
+    return ExpOfPowers<T>(powers);
   }
 }
 
@@ -55,6 +76,117 @@ __device__ __forceinline__ AccT<T> Reciprocal(AccT<T> x) {
     return 1 / x;
   }
 }
+
+// The largest logit as what is subtracted from all. -inf, where every one is that, cannot be, as the NaN of -inf - -inf
+// would come before all of the row is known: subtracting this in its place leaves -inf. For float16 it is in range as a
+// number of powers, too.
+template <typename T>
+__device__ __forceinline__ AccT<T> Finite(AccT<T> m) {
+  constexpr auto kLargest = std::numeric_limits<AccT<T>>::max();
+  return fmax(m, std::is_same_v<T, __half> ? -kLargest / kPowers<T> : -kLargest);
+}
+
+// A row's largest logit m may be huge: masks of large finite numbers leave rows of nothing else. What is subtracted from it
+// is the product of x and a factor, rounded. One instruction that multiplies and subtracts does not round the product, and
+// leaves what rounding has taken: the same of every logit that is as large, so it does not matter as long as it is small.
+// For bfloat16 there are two ways to keep it so. PowersOf has nothing to round; ToPowers looks whether m is huge.
+
+// Units per x as PowersOf takes them: for bfloat16 16 bits, with which products are exact. What that takes from the factor
+// is lost in the rounding of a bfloat16 result.
+template <typename T>
+AccT<T> UnitFactor(double factor) {
+  const double units = factor * kUnit<T>;
+  if (!std::is_same_v<T, __nv_bfloat16>) return static_cast<AccT<T>>(units);
+  int exponent;
+  const double fraction = std::frexp(units, &exponent);
+  return static_cast<AccT<T>>(std::ldexp(std::nearbyint(fraction * (1 << 16)), exponent - 16));
+}
+
+// Whether products of x with a factor have the order of x, and what rounding takes of a float16's is small.
+template <typename T>
+bool IsPlainFactor(double factor) {
+  return factor > 0 && (!std::is_same_v<T, __half> || factor < 64);
+}
+
+// Powers z - m of the elements of a row, from the UnitFactor and m, which is Finite and in units.
+template <typename T>
+struct PowersOf {
+  using Acc = AccT<T>;
+  Acc slope, offset;
+
+  __device__ __forceinline__ PowersOf(Acc factor, Acc m) {
+    const Acc powers = LeavesRange(m) ? 1 : kPowers<T>;
+    slope = factor * powers;
+    offset = m * powers;
+  }
+
+  __device__ __forceinline__ Acc operator()(Acc x) const {
+    return sizeof(T) == 2 ? fma(x, slope, -offset) : RoundedProduct(x, slope) - offset;
+  }
+
+  // What a result of operator() is multiplied by to become z - m itself.
+  static __device__ __forceinline__ Acc Logit(Acc m) { return LeavesRange(m) ? kLogitOfUnit<T> : kLogitOfPower<T>; }
+
+ private:
+  // Whether m is no float32 as a number of powers. Then they are units: any x but the largest is so far below that its exp
+  // is 0 as well.
+  static __device__ __forceinline__ bool LeavesRange(Acc m) {
+    return std::is_same_v<T, __nv_bfloat16> && isinf(m * kPowers<T>);
+  }
+};
+
+inline constexpr float kHugePowers = 1 << 20;  // of which rounding takes 2^-4 at most
+template <typename T>
+__device__ __forceinline__ bool IsHuge(AccT<T> powers) {
+  return sizeof(T) == 2 && !(fabs(powers) <= kHugePowers);
+}
+
+// Makes powers z - m of numbers x. `slope` is powers per x, and offset(i) those of the m that is subtracted from number i,
+// which is Finite; `huge`: whether any IsHuge.
+template <typename T, int kN, typename Offset>
+__device__ __forceinline__ void ToPowers(AccT<T> (&x)[kN], AccT<T> slope, bool huge, Offset offset) {
+  using Acc = AccT<T>;
+  if constexpr (sizeof(T) != 2) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) x[i] = RoundedProduct(x[i], slope) - offset(i);
+  } else if (!huge) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) x[i] = fma(x[i], slope, -offset(i));
+  } else {
+    // A bfloat16 may leave float32's range as a number of powers: what does counts as the largest in it.
+    constexpr Acc kLargest = std::numeric_limits<Acc>::max();
+    const auto in_range = [](Acc p) { return fmin(fmax(p, -kLargest), kLargest); };
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const Acc difference = in_range(RoundedProduct(x[i], slope)) - in_range(offset(i));
+      x[i] = fabs(x[i]) <= kLargest ? difference : x[i] > 0 ? Acc(NAN) : x[i];
+    }
+  }
+}
+
+// Whether any of several columns' offsets is huge, once for all elements of the columns.
+template <typename T, int kN, typename Offset>
+__device__ __forceinline__ bool IsAnyHuge(Offset offset) {
+  if constexpr (sizeof(T) != 2) return false;
+  int huge = 0;
+#pragma unroll
+  for (int v = 0; v < kN; ++v) huge |= IsHuge<T>(offset(v));
+  return Kept(huge);
+}
+
+// Logarithm of a sum of exponentials of which the largest is about 1, and NaN of 0 or NaN: in half the instructions of log,
+// with the same error of 1 ulp.
+__device__ __forceinline__ float LogOfSum(float sum) {
+  // sum = (1 + f) * 2^e with f in [sqrt(1/2) - 1, sqrt(2) - 1], for which log(1 + f) = f + f^2 * (f * P(f) - 1/2).
+  const int bits = __float_as_int(sum), exponent = (bits - 0x3f3504f3) & 0xff800000;
+  const float f = __int_as_float(bits - exponent) - 1, f2 = f * f;
+  const float p01 = fma(-0.25001746f, f, 0.33333859f), p23 = fma(-0.16565627f, f, 0.19965397f);
+  const float p45 = fma(-0.14350235f, f, 0.14876981f);
+  const float p = fma(fma(fma(0.08917819f, f2, p45), f2, p23), f2, p01);
+  const float log = fma(fma(p, f, -0.5f), f2, f);
+  return sum > 0 ? fma(static_cast<float>(exponent), 0x1p-23f * 0.693147181f, log) : NAN;
+}
+__device__ __forceinline__ double LogOfSum(double sum) { return ::log(sum); }
 
 // Masks of the elements of a slot that `where` keeps, in kOperands: what is masked is replaced as words, a quarter of the
 // instructions that selecting elements takes.
@@ -136,31 +268,23 @@ __device__ __forceinline__ T MaxElement(const Vec<T, N>& a) {
   }
 }
 
-// m if it can be subtracted. A maximum of -inf means that every element is; subtracting 0 then leaves exp = 0 for them,
-// where -inf - -inf would be NaN before all of the row is known.
-template <typename Acc>
-__device__ __forceinline__ Acc Finite(Acc m) {
-  return m == -Acc(INFINITY) ? Acc(0) : m;
-}
-
-// Maximum m and sum of exp(z - m) of some elements z, in units. NaN is not carried by m but by the sum: fmax drops it, exp keeps it.
+// Maximum m and sum of exp(z - m) of some elements z, in units. NaN is not carried by m but by the sum: fmax drops it, exp
+// keeps it. m is Finite, so that maxima can be subtracted from each other; where one is inf, the sum is NaN already.
 template <typename T>
 struct MaxSum {
   using Acc = AccT<T>;
   Acc max, sum;
 
-  static __device__ __forceinline__ MaxSum Identity() { return {-Acc(INFINITY), 0}; }
-  // Equal maxima, infinite ones too, need no rescaling (and inf - inf would be NaN).
-  static __device__ __forceinline__ Acc Rescale(Acc from, Acc to) { return from == to ? Acc(1) : Exp<T>(from - to); }
+  static __device__ __forceinline__ MaxSum Identity() { return {Finite<T>(-Acc(INFINITY)), 0}; }
   static __device__ __forceinline__ MaxSum Merge(MaxSum a, MaxSum b) {
     const Acc m = Max(a.max, b.max);
-    return {m, a.sum * Rescale(a.max, m) + b.sum * Rescale(b.max, m)};
+    return {m, a.sum * ExpOfUnits<T>(a.max - m) + b.sum * ExpOfUnits<T>(b.max - m)};
   }
   // Of equal maxima.
   static __device__ __forceinline__ MaxSum AddSums(MaxSum a, MaxSum b) { return {a.max, a.sum + b.sum}; }
   static __device__ __forceinline__ MaxSum MergeLanes(MaxSum p, int width) {
     const Acc m = LaneReduce(p.max, width, [](Acc a, Acc b) { return Max(a, b); });
-    return {m, LaneReduce(p.sum * Rescale(p.max, m), width, [](Acc a, Acc b) { return a + b; })};
+    return {m, LaneReduce(p.sum * ExpOfUnits<T>(p.max - m), width, [](Acc a, Acc b) { return a + b; })};
   }
 };
 
@@ -181,12 +305,12 @@ __device__ __forceinline__ AccT<T> MaxOfSlots(const Slot (&slots)[kN], AccT<T> f
     Vec<T, kVec> m = slots[0].x;
 #pragma unroll
     for (int j = 1; j < kN; ++j) m = MaxVec(m, slots[j].x);
-    return ToAcc(MaxElement(m)) * factor;
+    return RoundedProduct(ToAcc(MaxElement(m)), factor);
   }
 }
 
 // Op::ReduceColumns (strided.cuh) to a maximum and a sum, of z = op.ColumnZ(raw, column, a, masked) in kGeneral and
-// z = factor * raw elsewhere. more(v, raw, masked) is called for each element of column v.
+// z = factor * raw elsewhere. op.ColumnPowers gives powers z - m, from what op.ColumnReference makes of m. more(v, raw, masked) is called for each element of column v.
 template <typename Op, typename Partial, int kN, typename ForParts, typename ForAll, typename BlockReduce,
           typename More>
 __device__ __forceinline__ void ReduceColumnsToMaxSum(const Op& op, const typename Op::Column& column,
@@ -200,26 +324,29 @@ __device__ __forceinline__ void ReduceColumnsToMaxSum(const Op& op, const typena
     Vec<Acc, 1> m = {{-Acc(INFINITY)}};
     for_parts(
         [&](int a, const Vec<T, 1>(&raw)[1]) { m.v[0] = Max(m.v[0], op.ColumnZ(raw[0].v[0], column, a, masked)); });
-    total.v[0].max = block_reduce(m, MaxVec<Acc, 1>).v[0];
+    total.v[0].max = Finite<T>(block_reduce(m, MaxVec<Acc, 1>).v[0]);
   } else {
     auto m = std::bit_cast<Vec<T, kN>>(SplatWords(Op::NeutralInput()));
     for_parts([&](int, const Vec<T, kN>(&raw)[1]) { m = MaxVec(m, raw[0]); });
     m = block_reduce(m, MaxVec<T, kN>);
 #pragma unroll
-    for (int v = 0; v < kN; ++v) total.v[v].max = ToAcc(m.v[v]) * factor;
+    for (int v = 0; v < kN; ++v) total.v[v].max = Finite<T>(RoundedProduct(ToAcc(m.v[v]), factor));
   }
   Acc reference[kN];
 #pragma unroll
   for (int v = 0; v < kN; ++v) {
     total.v[v].sum = 0;
-    reference[v] = Finite(total.v[v].max);
+    reference[v] = op.ColumnReference(total.v[v].max);
   }
+  const auto reference_of = [&](int v) { return reference[v]; };
+  const bool huge = IsAnyHuge<T, kN>(reference_of);
   for_all([&](int a, const Vec<T, kN>(&raw)[1]) {
+    Acc powers[kN];
+    op.ColumnPowers(raw[0], column, a, huge, reference_of, powers, masked);
 #pragma unroll
-    for (int v = 0; v < kN; ++v) {
-      total.v[v].sum += Exp<T>(op.ColumnShifted(raw[0].v[v], column, a, reference[v], masked));
-      more(v, raw[0].v[v], masked);
-    }
+    for (int v = 0; v < kN; ++v) total.v[v].sum += ExpOfPowers<T>(powers[v]);
+#pragma unroll
+    for (int v = 0; v < kN; ++v) more(v, raw[0].v[v], masked);
   });
 }
 
@@ -265,6 +392,7 @@ ffi::Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, ffi
       using Ragged = Op<T, Mode::kRagged>;
       using Plain = Op<T, Mode::kPlain>;
       full = full && simple;
+      if constexpr (requires { general.plain_factor; }) full = full && general.plain_factor;
       if (full && split) return LaunchSplit(*device, stream, Ragged(args), slots, scratch, name);
       if (full && last && whole) return LaunchRow(*device, stream, Plain(args), slots, name);
       if (full && last) return LaunchRow(*device, stream, Ragged(args), slots, name);

@@ -118,7 +118,7 @@ struct SoftmaxBwd {
     }
   }
 
-  __device__ __forceinline__ static Acc ExpOf(T y) { return Exp<T>(ToAcc(y) * kUnit<T>); }
+  __device__ __forceinline__ static Acc ExpOf(T y) { return Exp<T>(ToAcc(y)); }
 
   // What element (y, t) adds to the sum.
   __device__ __forceinline__ static Acc Term(SoftmaxForm form, T y, T t) {
@@ -228,9 +228,14 @@ struct SoftmaxBwd {
     return Finish(form, total);
   }
 
+  template <int kN>
+  __device__ __forceinline__ bool AreHuge(const ColumnFinal (&)[kN]) const {
+    return false;
+  }
+
   template <int kN, typename Variant>
   __device__ __forceinline__ void ColumnResult(Variant form, const Vec<T, kN> (&raw)[2], const Column& column, int a,
-                                               const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
+                                               const ColumnFinal (&final)[kN], bool, Acc (&result)[kN]) const {
     const bool masked = Masked(column, a);
 #pragma unroll
     for (int v = 0; v < kN; ++v) {

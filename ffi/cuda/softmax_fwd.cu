@@ -18,13 +18,13 @@ struct SoftmaxFwd {
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral ? 1 : kOperands ? 2 : 4;  // registers are scarce
   static constexpr bool kBundles = false;
-  static constexpr Acc kPerUnit = Acc(1) / kUnit<T>;
 
   // What every call reads comes first, in one line of the constant cache.
   int64_t rows;
   int cols;
   bool log;
-  Acc factor;  // times kUnit
+  bool plain_factor;  // see IsPlainFactor
+  Acc factor;         // units per x
   T* y;
   DeviceOperand<T> x, scale, bias;
   DeviceOperand<bool> where;
@@ -33,7 +33,8 @@ struct SoftmaxFwd {
       : rows(args.shape.rows()),
         cols(static_cast<int>(args.shape.axis)),
         log(args.log),
-        factor(static_cast<Acc>(args.factor) * kUnit<T>),
+        plain_factor(IsPlainFactor<T>(args.factor)),
+        factor(UnitFactor<T>(args.factor)),
         y(static_cast<T*>(args.y)),
         x(args.x, rows),
         scale(args.scale, rows),
@@ -53,7 +54,7 @@ struct SoftmaxFwd {
   };
   struct Slot {
     Vec<T, kVec> x;       // after Decode; and there, in kGeneral and where a bias is added:
-    Acc v[kVec];          // z in units. After Reduce or Prepare: exp(z - reference); log_softmax: z - reference
+    Acc v[kVec];          // z in units. After Reduce or Prepare: exp(z - max); log_softmax: z - max, in powers
     unsigned masked;      // kGeneral: bit i: element i is masked
     WhereBytes<T> where;  // kOperands
   };
@@ -93,7 +94,7 @@ struct SoftmaxFwd {
   }
   __host__ __device__ __forceinline__ bool HasWhere() const { return (kGeneral || kOperands) && where.data != nullptr; }
   // Whether this is a case for kOperands. -inf times the factor stays that, as it has to for what is masked.
-  bool OnSlots() const { return scale.data == nullptr && factor > 0 && IsOnSlots<T>(bias) && IsOnSlots<T>(where); }
+  bool OnSlots() const { return scale.data == nullptr && plain_factor && IsOnSlots<T>(bias) && IsOnSlots<T>(where); }
   __host__ __device__ __forceinline__ int Place(int k) const { return k < 2 ? k : 1 + (Has(1) ? 1 : 0); }
   __host__ __device__ __forceinline__ int Inputs() const {
     return kInputs == 1 ? 1 : 1 + (Has(1) ? 1 : 0) + (Has(2) ? 1 : 0);
@@ -108,10 +109,10 @@ struct SoftmaxFwd {
     out.masked = 0;
     if constexpr (kGeneral) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * factor;
+      for (int i = 0; i < kVec; ++i) out.v[i] = RoundedProduct(ToAcc(out.x.v[i]), factor);
       if (Has(1)) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) out.v[i] *= ToAcc(raw.in[1].v[i]);
+        for (int i = 0; i < kVec; ++i) out.v[i] = RoundedProduct(out.v[i], ToAcc(raw.in[1].v[i]));
       }
       if (Has(2)) {
 #pragma unroll
@@ -137,7 +138,7 @@ struct SoftmaxFwd {
       }
       out.x = std::bit_cast<Vec<T, kVec>>(from);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) out.v[i] = ToAcc(out.x.v[i]) * factor;
+      for (int i = 0; i < kVec; ++i) out.v[i] = RoundedProduct(ToAcc(out.x.v[i]), factor);
       if (Has(2)) {
         const auto more = std::bit_cast<Vec<T, kVec>>(added);
 #pragma unroll
@@ -168,11 +169,27 @@ struct SoftmaxFwd {
     return kGeneral;
   }
 
-  // z - reference, with one rounding of factor * x - reference.
-  template <typename Variant>
-  __device__ __forceinline__ Acc Shifted(Variant, const Slot& slot, int i, Acc reference) const {
-    if constexpr (IsDecoded<Variant>()) return slot.v[i] - reference;
-    return fma(ToAcc(slot.x.v[i]), factor, -reference);
+  // What powers are computed from: of z itself the maximum in units.
+  template <bool kDecoded>
+  using Reference = std::conditional_t<kDecoded, Acc, PowersOf<T>>;
+  template <bool kDecoded>
+  __device__ __forceinline__ Reference<kDecoded> ReferenceOf(Acc max) const {
+    if constexpr (kDecoded) {
+      return max;
+    } else {
+      return {factor, max};
+    }
+  }
+
+  // z - max in powers.
+  static __device__ __forceinline__ void Subtract(const Slot& slot, Acc max, Acc (&powers)[kVec]) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) powers[i] = (slot.v[i] - max) * kPowers<T>;
+  }
+  static __device__ __forceinline__ void Subtract(const Slot& slot, const PowersOf<T>& of, Acc (&powers)[kVec]) {
+    ToAccAll(slot.x, powers);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) powers[i] = of(powers[i]);
   }
 
   // The variant is whether this is log_softmax. kGeneral leaves it to run time, for the sake of the code's size.
@@ -203,39 +220,39 @@ struct SoftmaxFwd {
   // The maximum over the lanes comes first, so that lanes then merge by adding.
   template <typename Variant, int kN>
   __device__ __forceinline__ Partial Reduce(Variant log, Slot (&slots)[kN], int width) const {
-    const Acc m =
-        LaneReduce(MaxOfSlots<T, IsDecoded<Variant>()>(slots, factor), width, [](Acc a, Acc b) { return Max(a, b); });
-    const Acc reference = Finite(m);
-    Acc sum = 0;
+    const Acc own = MaxOfSlots<T, IsDecoded<Variant>()>(slots, factor);
+    const Acc m = Finite<T>(LaneReduce(own, width, [](Acc a, Acc b) { return Max(a, b); }));
+    // Side by side where there is little else to do, and one sum would wait for each addition.
+    constexpr int kSums = kN <= 2 && kVec > 4 ? 4 : 1;
+    const auto reference = ReferenceOf<IsDecoded<Variant>()>(m);
+    Acc sums[kSums];
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
+      Acc powers[kVec];
+      Subtract(slots[j], reference, powers);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const Acc shifted = Shifted(log, slots[j], i, reference);
-        const Acc e = Exp<T>(shifted);
-        sum += e;
-        slots[j].v[i] = log ? shifted : e;
+        const Acc e = ExpOfPowers<T>(powers[i]);
+        sums[i % kSums] = j == 0 && i < kSums ? e : sums[i % kSums] + e;
+        slots[j].v[i] = log ? powers[i] : e;
       }
     }
-    return {m, LaneReduce(sum, width, [](Acc a, Acc b) { return a + b; })};
+    return {m, LaneReduce(TreeSum(sums), width, [](Acc a, Acc b) { return a + b; })};
   }
 
   template <typename Variant>
   __device__ __forceinline__ void Prepare(Variant log, Slot& slot, const Partial& total) const {
-    const Acc reference = Finite(total.max);
+    Acc powers[kVec];
+    Subtract(slot, ReferenceOf<IsDecoded<Variant>()>(total.max), powers);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const Acc shifted = Shifted(log, slot, i, reference);
-      slot.v[i] = log ? shifted : Exp<T>(shifted);
-    }
+    for (int i = 0; i < kVec; ++i) slot.v[i] = log ? powers[i] : ExpOfPowers<T>(powers[i]);
   }
 
+  // Where every logit is -inf, the sum is 0, and all results become NaN.
   template <typename Variant>
   __device__ __forceinline__ Final Finish(Variant log, const Partial& total) const {
-    // A maximum of -inf (nothing but -inf in the row) makes every result NaN; one of +inf has made the sum NaN already.
-    const Acc zero_or_nan = total.max == -Acc(INFINITY) ? Acc(NAN) : Acc(0);
-    if (log) return {kPerUnit, zero_or_nan - ::log(total.sum)};
-    return {Reciprocal<T>(total.sum), zero_or_nan};
+    if (!log) return {Reciprocal<T>(total.sum), 0};
+    return {IsDecoded<Variant>() ? kLogitOfPower<T> : PowersOf<T>::Logit(total.max), -LogOfSum(total.sum)};
   }
 
   struct Loaded {};
@@ -250,7 +267,7 @@ struct SoftmaxFwd {
     Acc out[kVec];
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      out[i] = fma(kept.v[i], final.scale, final.shift);
+      out[i] = log ? fma(kept.v[i], final.scale, final.shift) : kept.v[i] * final.scale;
       if (kGeneral && (kept.masked >> i & 1)) out[i] = log ? -Acc(INFINITY) : Acc(0);
     }
     auto rounded = RoundVec<T>(out);
@@ -283,25 +300,34 @@ struct SoftmaxFwd {
     return c;
   }
 
-  // z of one element in kGeneral; masked: -inf.
+  // z in units of one element in kGeneral; masked: -inf.
   __device__ __forceinline__ Acc ColumnZ(T raw, const Column& column, int a, bool& masked) const {
-    Acc z = ToAcc(raw) * factor;
-    if (column.scale != nullptr) z *= ToAcc(column.scale[a * scale.axis_stride]);
+    Acc z = RoundedProduct(ToAcc(raw), factor);
+    if (column.scale != nullptr) z = RoundedProduct(z, ToAcc(column.scale[a * scale.axis_stride]));
     if (column.bias != nullptr) z += ToAcc(column.bias[a * bias.axis_stride]) * kUnit<T>;
     masked = column.where != nullptr && !column.where[a * where.axis_stride];
     return masked ? -Acc(INFINITY) : z;
   }
 
-  __device__ __forceinline__ Acc ColumnShifted(T raw, const Column& column, int a, Acc reference, bool& masked) const {
-    if constexpr (kGeneral) return ColumnZ(raw, column, a, masked) - reference;
-    masked = false;
-    return fma(ToAcc(raw), factor, -reference);
+  // What is subtracted in a column: kGeneral: in units, else in powers.
+  __device__ __forceinline__ Acc ColumnReference(Acc max) const { return kGeneral ? max : max * kPowers<T>; }
+
+  // z - max in powers, of one element of each column. reference(v): that of column v; `huge`: IsAnyHuge of them.
+  template <int kN, typename Reference>
+  __device__ __forceinline__ void ColumnPowers(const Vec<T, kN>& raw, const Column& column, int a, bool huge,
+                                               Reference reference, Acc (&powers)[kN], bool& masked) const {
+    if constexpr (kGeneral) {
+      powers[0] = (ColumnZ(raw.v[0], column, a, masked) - reference(0)) * kPowers<T>;
+    } else {
+      masked = false;
+      ToAccAll(raw, powers);
+      ToPowers<T>(powers, factor * kPowers<T>, huge, reference);
+    }
   }
 
-  // What a column's results need: y = v * scale + shift, where v is exp(z - reference) or z - reference.
+  // What a column's results need: y = exp(z - max) * scale or (z - max) * scale + shift.
   struct ColumnFinal {
-    Acc reference;
-    Final final;
+    Acc reference, scale, shift;
   };
 
   template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
@@ -312,17 +338,25 @@ struct SoftmaxFwd {
 
   template <typename Variant>
   __device__ __forceinline__ ColumnFinal FinishColumn(Variant log, const Partial& total, const Ahead&) const {
-    return {Finite(total.max), Finish(log, total)};
+    const Acc reference = ColumnReference(total.max);
+    if (log) return {reference, kLogitOfPower<T>, -LogOfSum(total.sum)};
+    return {reference, Reciprocal<T>(total.sum), 0};
+  }
+
+  template <int kN>
+  __device__ __forceinline__ bool AreHuge(const ColumnFinal (&final)[kN]) const {
+    return !kGeneral && IsAnyHuge<T, kN>([&](int v) { return final[v].reference; });
   }
 
   template <int kN, typename Variant>
   __device__ __forceinline__ void ColumnResult(Variant log, const Vec<T, kN> (&raw)[1], const Column& column, int a,
-                                               const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
+                                               const ColumnFinal (&final)[kN], bool huge, Acc (&result)[kN]) const {
+    bool masked;
+    Acc powers[kN];
+    ColumnPowers(raw[0], column, a, huge, [&](int v) { return final[v].reference; }, powers, masked);
 #pragma unroll
     for (int v = 0; v < kN; ++v) {
-      bool masked;
-      const Acc shifted = ColumnShifted(raw[0].v[v], column, a, final[v].reference, masked);
-      result[v] = fma(log ? shifted : Exp<T>(shifted), final[v].final.scale, final[v].final.shift);
+      result[v] = log ? fma(powers[v], final[v].scale, final[v].shift) : ExpOfPowers<T>(powers[v]) * final[v].scale;
       if (masked) result[v] = log ? -Acc(INFINITY) : Acc(0);
     }
   }
@@ -334,7 +368,7 @@ ffi::Error SoftmaxFwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::Remaini
   SoftmaxFwdArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseSoftmaxFwd(x, rest, *y, axis, factor, log, operands, &args));
   if (args.shape.size() == 0) return ffi::Error::Success();
-  return LaunchSoftmax<SoftmaxFwd>(stream, args, operands == 0 && factor > 0, *scratch, "softmax_fwd");
+  return LaunchSoftmax<SoftmaxFwd>(stream, args, operands == 0, *scratch, "softmax_fwd");
 }
 
 JAXNORM_REGISTER(softmax_fwd, SoftmaxFwdHandler,

@@ -76,6 +76,21 @@ struct Words {
 template <typename P>
 using WordsOf = Words<sizeof(P) / sizeof(uint32_t)>;
 
+// All elements, in the arithmetic's dtype. By words, bfloat16 takes one instruction for each.
+template <typename T, int N>
+__device__ __forceinline__ void ToAccAll(const Vec<T, N>& from, AccT<T> (&to)[N]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const auto words = std::bit_cast<Words<N / 2>>(from);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      to[i] = __uint_as_float(i % 2 == 0 ? words.w[i / 2] << 16 : words.w[i / 2] & 0xffff0000);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = ToAcc(from.v[i]);
+  }
+}
+
 // Rounds N values at once: the 16-bit types have an instruction that converts and packs two.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> RoundVec(const AccT<T> (&values)[N]) {

@@ -40,8 +40,8 @@ struct MaxSums {
 };
 
 // The part of an Op (rows.cuh, strided.cuh) that reads logits, z in units. kSmooth: sum(z - centre) is added up too, in
-// units, where the centre is some number near z, so that nothing is lost to a common offset. kKeepsTerms: Reduce leaves the exponentials
-// in the slots, to be written.
+// units, where the centre is some number near z, so that nothing is lost to a common offset. kKeepsTerms: Reduce leaves
+// the exponentials in the slots, to be written.
 template <typename T_, Mode kMode_, bool kSmooth, bool kKeepsTerms>
 struct CrossEntropyRows {
   using T = T_;
@@ -51,9 +51,9 @@ struct CrossEntropyRows {
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kInputs = 1;        // x
   static constexpr int kColumnInputs = 1;  // x
-  static constexpr bool kManyColumnNumbers = kSmooth;
   static constexpr int kUnroll = 2;
   static constexpr bool kBundles = false;
+  static constexpr Acc factor = kUnit<T>;  // units per x
   // The sums of a Partial besides that of the exponentials: deviations, and classes that take part (kGeneral).
   static constexpr int kCount = kSmooth ? 1 : 0;
   static constexpr int kMore = kCount + (kGeneral ? 1 : 0);
@@ -139,17 +139,14 @@ struct CrossEntropyRows {
     }
   }
 
-  static constexpr Acc kSlope = kUnit<T> * kPowers<T>;  // powers per x
-
   // z - max in powers, where max is in units.
   static __device__ __forceinline__ void Subtract(const Slot& slot, Acc max, Acc (&powers)[kVec]) {
     if constexpr (kGeneral) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) powers[i] = (slot.v[i] - max) * kPowers<T>;
     } else {
-      const Acc offset = max * kPowers<T>;
       ToAccAll(slot.x, powers);
-      ToPowers<T>(powers, kSlope, IsHuge<T>(offset), [=](int) { return offset; });
+      ToPowers<T>(powers, factor * kPowers<T>, max * kPowers<T>);
     }
   }
 
@@ -157,8 +154,7 @@ struct CrossEntropyRows {
   static __device__ __forceinline__ Acc Below(Acc x, Acc max) {
     if constexpr (kGeneral) return (RoundedProduct(x, kUnit<T>) - max) * kLogitOfUnit<T>;
     Acc powers[1] = {x};
-    const Acc offset = max * kPowers<T>;
-    ToPowers<T>(powers, kSlope, IsHuge<T>(offset), [=](int) { return offset; });
+    ToPowers<T>(powers, factor * kPowers<T>, max * kPowers<T>);
     return powers[0] * kLogitOfPower<T>;
   }
 
@@ -241,22 +237,6 @@ struct CrossEntropyRows {
     return masked ? -Acc(INFINITY) : RoundedProduct(ToAcc(raw), kUnit<T>);
   }
 
-  // What is subtracted in a column: kGeneral: in units, else in powers.
-  static __device__ __forceinline__ Acc ColumnReference(Acc max) { return kGeneral ? max : max * kPowers<T>; }
-
-  // z - max in powers, of one element of each column. reference(v): that of column v; `huge`: IsAnyHuge of them.
-  template <int kN, typename Reference>
-  __device__ __forceinline__ void ColumnPowers(const Vec<T, kN>& raw, const Column& column, int a, bool huge,
-                                               Reference reference, Acc (&powers)[kN], bool& masked) const {
-    if constexpr (kGeneral) {
-      powers[0] = (ColumnZ(raw.v[0], column, a, masked) - reference(0)) * kPowers<T>;
-    } else {
-      masked = false;
-      ToAccAll(raw, powers);
-      ToPowers<T>(powers, kSlope, huge, reference);
-    }
-  }
-
   // What deviations are from: a row's first logit, in units, if it is a number that takes part.
   __device__ __forceinline__ static Acc Centre(T first, const bool* where) {
     const Acc value = RoundedProduct(ToAcc(first), kUnit<T>);
@@ -268,15 +248,14 @@ struct CrossEntropyRows {
                                                 BlockReduce block_reduce, PerColumn<Partial, kN>& total) const {
 #pragma unroll
     for (int v = 0; v < kN; ++v) total.v[v] = Partial::Identity();
-    ReduceColumnsToMaxSum(
-        *this, column, kUnit<T>, for_parts, for_all, block_reduce, total, [&](int v, T raw, bool masked) {
-          if constexpr (kSmooth) {
-            if (!masked) {
-              total.v[v].more[0] += fma(ToAcc(raw), kUnit<T>, -Centre(column.first.v[v], column.where));
-            }
-          }
-          if constexpr (kGeneral) total.v[v].more[kCount] += masked ? Acc(0) : Acc(1);
-        });
+    ReduceColumnsToMaxSum(*this, column, for_parts, for_all, block_reduce, total, [&](int v, T raw, bool masked) {
+      if constexpr (kSmooth) {
+        if (!masked) {
+          total.v[v].more[0] += fma(ToAcc(raw), kUnit<T>, -Centre(column.first.v[v], column.where));
+        }
+      }
+      if constexpr (kGeneral) total.v[v].more[kCount] += masked ? Acc(0) : Acc(1);
+    });
   }
 };
 

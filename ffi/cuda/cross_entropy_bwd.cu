@@ -139,21 +139,15 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false, true> {
 
   template <typename Variant>
   __device__ __forceinline__ ColumnFinal FinishColumn(Variant, const Partial& total, const Ahead& n) const {
-    return {Base::ColumnReference(total.max), FactorsOf(n, total), n.label};
-  }
-
-  template <int kN>
-  __device__ __forceinline__ bool AreHuge(const ColumnFinal (&final)[kN]) const {
-    return !kGeneral && IsAnyHuge<T, kN>([&](int v) { return final[v].reference; });
+    return {ColumnReference(*this, total.max), FactorsOf(n, total), n.label};
   }
 
   template <int kN, typename Variant>
   __device__ __forceinline__ void ColumnResult(Variant, const Vec<T, kN> (&raw)[1], const typename Base::Column& column,
-                                               int position, const ColumnFinal (&final)[kN], bool huge,
-                                               Acc (&result)[kN]) const {
+                                               int position, const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
     bool masked;
     Acc powers[kN];
-    Base::ColumnPowers(raw[0], column, position, huge, [&](int v) { return final[v].reference; }, powers, masked);
+    ColumnPowers(*this, raw[0], column, position, [&](int v) { return final[v].reference; }, powers, masked);
 #pragma unroll
     for (int v = 0; v < kN; ++v) {
       const Factors& f = final[v].factors;

@@ -102,10 +102,11 @@ AccT<T> UnitFactor(double factor) {
   return static_cast<AccT<T>>(std::ldexp(std::nearbyint(fraction * (1 << 16)), exponent - 16));
 }
 
-// Whether products of x with a factor have the order of x, and what rounding takes of a float16's is small.
+// Whether products of x with a factor have the order of x, from which x can be told, and what rounding takes of a
+// float16's is small.
 template <typename T>
 bool IsPlainFactor(double factor) {
-  return factor > 0 && (!std::is_same_v<T, __half> || factor < 64);
+  return factor > 0x1p-100 && factor < (std::is_same_v<T, __half> ? 64 : 0x1p100);
 }
 
 // Powers z - m of the elements of a row, from the UnitFactor and m, which is Finite and in units.
@@ -141,37 +142,26 @@ __device__ __forceinline__ bool IsHuge(AccT<T> powers) {
   return sizeof(T) == 2 && !(fabs(powers) <= kHugePowers);
 }
 
-// Makes powers z - m of numbers x. `slope` is powers per x, and offset(i) those of the m that is subtracted from number i,
-// which is Finite; `huge`: whether any IsHuge.
-template <typename T, int kN, typename Offset>
-__device__ __forceinline__ void ToPowers(AccT<T> (&x)[kN], AccT<T> slope, bool huge, Offset offset) {
+// Makes powers z - m of numbers x. `slope` is powers per x, and `offset` those of m, which is Finite.
+template <typename T, int kN>
+__device__ __forceinline__ void ToPowers(AccT<T> (&x)[kN], AccT<T> slope, AccT<T> offset) {
   using Acc = AccT<T>;
   if constexpr (sizeof(T) != 2) {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) x[i] = RoundedProduct(x[i], slope) - offset(i);
-  } else if (!huge) {
+    for (int i = 0; i < kN; ++i) x[i] = RoundedProduct(x[i], slope) - offset;
+  } else if (!IsHuge<T>(offset)) {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) x[i] = fma(x[i], slope, -offset(i));
+    for (int i = 0; i < kN; ++i) x[i] = fma(x[i], slope, -offset);
   } else {
     // A bfloat16 may leave float32's range as a number of powers: what does counts as the largest in it.
     constexpr Acc kLargest = std::numeric_limits<Acc>::max();
     const auto in_range = [](Acc p) { return fmin(fmax(p, -kLargest), kLargest); };
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      const Acc difference = in_range(RoundedProduct(x[i], slope)) - in_range(offset(i));
+      const Acc difference = in_range(RoundedProduct(x[i], slope)) - in_range(offset);
       x[i] = fabs(x[i]) <= kLargest ? difference : x[i] > 0 ? Acc(NAN) : x[i];
     }
   }
-}
-
-// Whether any of several columns' offsets is huge, once for all elements of the columns.
-template <typename T, int kN, typename Offset>
-__device__ __forceinline__ bool IsAnyHuge(Offset offset) {
-  if constexpr (sizeof(T) != 2) return false;
-  int huge = 0;
-#pragma unroll
-  for (int v = 0; v < kN; ++v) huge |= IsHuge<T>(offset(v));
-  return Kept(huge);
 }
 
 // Logarithm of a sum of exponentials of which the largest is about 1, and NaN of 0 or NaN: in half the instructions of log,
@@ -309,18 +299,52 @@ __device__ __forceinline__ AccT<T> MaxOfSlots(const Slot (&slots)[kN], AccT<T> f
   }
 }
 
-// Op::ReduceColumns (strided.cuh) to a maximum and a sum, of z = op.ColumnZ(raw, column, a, masked) in kGeneral and
-// z = factor * raw elsewhere. op.ColumnPowers gives powers z - m, from what op.ColumnReference makes of m. more(v, raw, masked) is called for each element of column v.
+// ---- Columns (strided.cuh) ----
+//
+// Of an Op whose z is raw * op.factor in units; in kGeneral op.ColumnZ(raw, column, a, masked), -inf where masked.
+
+// What is subtracted in a column, given its maximum, which is Finite. Where 16-bit numbers are all there is, it is the
+// largest of them: with that subtracted first, whatever is rounded is small if it counts, however huge the number is.
+template <typename Op>
+__device__ __forceinline__ typename Op::Acc ColumnReference(const Op& op, typename Op::Acc max) {
+  using T = typename Op::T;
+  if constexpr (Op::kGeneral || sizeof(T) != 2) return max;
+  const auto largest = ToAcc(FromAcc<T>(max * (1 / op.factor)));
+  return fmax(largest, -std::numeric_limits<typename Op::Acc>::max());
+}
+
+// z - max in powers, of one element of each column. reference(v): ColumnReference of column v.
+template <typename Op, int kN, typename Reference>
+__device__ __forceinline__ void ColumnPowers(const Op& op, const Vec<typename Op::T, kN>& raw,
+                                             const typename Op::Column& column, int a, Reference reference,
+                                             typename Op::Acc (&powers)[kN], bool& masked) {
+  using T = typename Op::T;
+  if constexpr (Op::kGeneral) {
+    powers[0] = (op.ColumnZ(raw.v[0], column, a, masked) - reference(0)) * kPowers<T>;
+  } else {
+    masked = false;
+    ToAccAll(raw, powers);
+#pragma unroll
+    for (int v = 0; v < kN; ++v) {
+      if constexpr (sizeof(T) == 2) {
+        powers[v] = (powers[v] - reference(v)) * (op.factor * kPowers<T>);
+      } else {
+        powers[v] = RoundedProduct(powers[v], op.factor) - reference(v);
+      }
+    }
+  }
+}
+
+// Op::ReduceColumns to a maximum and a sum. more(v, raw, masked) is called for each element of column v.
 template <typename Op, typename Partial, int kN, typename ForParts, typename ForAll, typename BlockReduce,
           typename More>
 __device__ __forceinline__ void ReduceColumnsToMaxSum(const Op& op, const typename Op::Column& column,
-                                                      typename Op::Acc factor, ForParts for_parts, ForAll for_all,
-                                                      BlockReduce block_reduce, PerColumn<Partial, kN>& total,
-                                                      More more) {
+                                                      ForParts for_parts, ForAll for_all, BlockReduce block_reduce,
+                                                      PerColumn<Partial, kN>& total, More more) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
   bool masked;
-  if constexpr (Op::kMode == Mode::kGeneral) {
+  if constexpr (Op::kGeneral) {
     Vec<Acc, 1> m = {{-Acc(INFINITY)}};
     for_parts(
         [&](int a, const Vec<T, 1>(&raw)[1]) { m.v[0] = Max(m.v[0], op.ColumnZ(raw[0].v[0], column, a, masked)); });
@@ -330,19 +354,17 @@ __device__ __forceinline__ void ReduceColumnsToMaxSum(const Op& op, const typena
     for_parts([&](int, const Vec<T, kN>(&raw)[1]) { m = MaxVec(m, raw[0]); });
     m = block_reduce(m, MaxVec<T, kN>);
 #pragma unroll
-    for (int v = 0; v < kN; ++v) total.v[v].max = Finite<T>(RoundedProduct(ToAcc(m.v[v]), factor));
+    for (int v = 0; v < kN; ++v) total.v[v].max = Finite<T>(RoundedProduct(ToAcc(m.v[v]), op.factor));
   }
   Acc reference[kN];
 #pragma unroll
   for (int v = 0; v < kN; ++v) {
     total.v[v].sum = 0;
-    reference[v] = op.ColumnReference(total.v[v].max);
+    reference[v] = ColumnReference(op, total.v[v].max);
   }
-  const auto reference_of = [&](int v) { return reference[v]; };
-  const bool huge = IsAnyHuge<T, kN>(reference_of);
   for_all([&](int a, const Vec<T, kN>(&raw)[1]) {
     Acc powers[kN];
-    op.ColumnPowers(raw[0], column, a, huge, reference_of, powers, masked);
+    ColumnPowers(op, raw[0], column, a, [&](int v) { return reference[v]; }, powers, masked);
 #pragma unroll
     for (int v = 0; v < kN; ++v) total.v[v].sum += ExpOfPowers<T>(powers[v]);
 #pragma unroll

@@ -228,14 +228,9 @@ struct SoftmaxBwd {
     return Finish(form, total);
   }
 
-  template <int kN>
-  __device__ __forceinline__ bool AreHuge(const ColumnFinal (&)[kN]) const {
-    return false;
-  }
-
   template <int kN, typename Variant>
   __device__ __forceinline__ void ColumnResult(Variant form, const Vec<T, kN> (&raw)[2], const Column& column, int a,
-                                               const ColumnFinal (&final)[kN], bool, Acc (&result)[kN]) const {
+                                               const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
     const bool masked = Masked(column, a);
 #pragma unroll
     for (int v = 0; v < kN; ++v) {

@@ -309,22 +309,6 @@ struct SoftmaxFwd {
     return masked ? -Acc(INFINITY) : z;
   }
 
-  // What is subtracted in a column: kGeneral: in units, else in powers.
-  __device__ __forceinline__ Acc ColumnReference(Acc max) const { return kGeneral ? max : max * kPowers<T>; }
-
-  // z - max in powers, of one element of each column. reference(v): that of column v; `huge`: IsAnyHuge of them.
-  template <int kN, typename Reference>
-  __device__ __forceinline__ void ColumnPowers(const Vec<T, kN>& raw, const Column& column, int a, bool huge,
-                                               Reference reference, Acc (&powers)[kN], bool& masked) const {
-    if constexpr (kGeneral) {
-      powers[0] = (ColumnZ(raw.v[0], column, a, masked) - reference(0)) * kPowers<T>;
-    } else {
-      masked = false;
-      ToAccAll(raw, powers);
-      ToPowers<T>(powers, factor * kPowers<T>, huge, reference);
-    }
-  }
-
   // What a column's results need: y = exp(z - max) * scale or (z - max) * scale + shift.
   struct ColumnFinal {
     Acc reference, scale, shift;
@@ -333,27 +317,22 @@ struct SoftmaxFwd {
   template <int kN, typename Variant, typename ForParts, typename ForAll, typename BlockReduce>
   __device__ __forceinline__ void ReduceColumns(Variant, const Column& column, ForParts for_parts, ForAll for_all,
                                                 BlockReduce block_reduce, PerColumn<Partial, kN>& total) const {
-    ReduceColumnsToMaxSum(*this, column, factor, for_parts, for_all, block_reduce, total, [](int, T, bool) {});
+    ReduceColumnsToMaxSum(*this, column, for_parts, for_all, block_reduce, total, [](int, T, bool) {});
   }
 
   template <typename Variant>
   __device__ __forceinline__ ColumnFinal FinishColumn(Variant log, const Partial& total, const Ahead&) const {
-    const Acc reference = ColumnReference(total.max);
+    const Acc reference = ColumnReference(*this, total.max);
     if (log) return {reference, kLogitOfPower<T>, -LogOfSum(total.sum)};
     return {reference, Reciprocal<T>(total.sum), 0};
   }
 
-  template <int kN>
-  __device__ __forceinline__ bool AreHuge(const ColumnFinal (&final)[kN]) const {
-    return !kGeneral && IsAnyHuge<T, kN>([&](int v) { return final[v].reference; });
-  }
-
   template <int kN, typename Variant>
   __device__ __forceinline__ void ColumnResult(Variant log, const Vec<T, kN> (&raw)[1], const Column& column, int a,
-                                               const ColumnFinal (&final)[kN], bool huge, Acc (&result)[kN]) const {
+                                               const ColumnFinal (&final)[kN], Acc (&result)[kN]) const {
     bool masked;
     Acc powers[kN];
-    ColumnPowers(raw[0], column, a, huge, [&](int v) { return final[v].reference; }, powers, masked);
+    ColumnPowers(*this, raw[0], column, a, [&](int v) { return final[v].reference; }, powers, masked);
 #pragma unroll
     for (int v = 0; v < kN; ++v) {
       result[v] = log ? fma(powers[v], final[v].scale, final[v].shift) : ExpOfPowers<T>(powers[v]) * final[v].scale;

@@ -7,7 +7,6 @@
 // once. Tiles too large for shared memory are re-read through L2 instead.
 //
 // Besides what rows.cuh asks of an Op, this needs
-//   static constexpr bool kManyColumnNumbers   if it is there: whether a thread holds more for a column than a MaxSum
 //   static constexpr int kColumnInputs       arrays that every call reads; const DeviceOperand<T>& Input(int k); T* Output()
 //   struct Column; Column BeginColumn(row)   the other operands, for one column (kGeneral)
 //   Partial                                  see reduce.cuh; Partial::AddSums(a, b) merges two that differ in sums only
@@ -18,8 +17,7 @@
 //       of a column, at most once
 //   struct ColumnFinal; ColumnFinal FinishColumn(v, Partial, Ahead)   what the results of a column need; empty where
 //                                            there are none
-//   bool AreHuge(final)                      whether columns are of the rare kind that ColumnResult has to be told of
-//   ColumnResult<kVec>(v, raw, column, a, final, huge, Acc (&result)[kVec])
+//   ColumnResult<kVec>(v, raw, column, a, final, Acc (&result)[kVec])
 //   StoreRow(v, row, Partial, Ahead)         called by one thread for each column where there are no results
 #ifndef JAXNORM_CUDA_STRIDED_CUH_
 #define JAXNORM_CUDA_STRIDED_CUH_
@@ -64,17 +62,9 @@ int ExchangeBytes(int lanes_x, int warps, int cluster) {
 }
 
 inline constexpr int kStridedThreads = 256;  // with more, registers would not do for three blocks
-// On a multiprocessor, as the registers of a thread's columns allow.
-template <typename Op>
-constexpr int StridedBlocks() {
-  if constexpr (requires { Op::kManyColumnNumbers; }) {
-    if (Op::kManyColumnNumbers) return 2;
-  }
-  return sizeof(typename Op::T) == 8 ? 2 : 3;
-}
 
 template <typename Op, int kVec>
-__global__ void __launch_bounds__(kStridedThreads, StridedBlocks<Op>())
+__global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ? 2 : 3)
     StridedKernel(const __grid_constant__ Op op, const StridedPlan plan) {
   using T = typename Op::T;
   using V = Vec<T, kVec>;
@@ -253,11 +243,10 @@ __global__ void __launch_bounds__(kStridedThreads, StridedBlocks<Op>())
       ColumnFinal final[kVec];
 #pragma unroll
       for (int v = 0; v < kVec; ++v) final[v] = finals[tx * kVec + v];
-      const bool huge = op.AreHuge(final);
       T* out = op.Output() + (outer * plan.axis + first) * plan.inner + i;
       for_all([&](int a, const V(&raw)[kArrays]) {
         AccT<T> result[kVec];
-        op.template ColumnResult<kVec>(variant, raw, column, a, final, huge, result);
+        op.template ColumnResult<kVec>(variant, raw, column, a, final, result);
         *reinterpret_cast<V*>(out) = RoundVec<T>(result);
         out += step * plan.inner;
       });

@@ -146,7 +146,7 @@ struct CrossEntropyRows {
       for (int i = 0; i < kVec; ++i) powers[i] = (slot.v[i] - max) * kPowers<T>;
     } else {
       ToAccAll(slot.x, powers);
-      ToPowers<T>(powers, factor * kPowers<T>, max * kPowers<T>);
+      ToPowers<T>(powers, factor, max);
     }
   }
 
@@ -154,7 +154,7 @@ struct CrossEntropyRows {
   static __device__ __forceinline__ Acc Below(Acc x, Acc max) {
     if constexpr (kGeneral) return (RoundedProduct(x, kUnit<T>) - max) * kLogitOfUnit<T>;
     Acc powers[1] = {x};
-    ToPowers<T>(powers, factor * kPowers<T>, max * kPowers<T>);
+    ToPowers<T>(powers, factor, max);
     return powers[0] * kLogitOfPower<T>;
   }
 

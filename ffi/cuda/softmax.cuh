@@ -89,7 +89,8 @@ __device__ __forceinline__ AccT<T> Finite(AccT<T> m) {
 // A row's largest logit m may be huge: masks of large finite numbers leave rows of nothing else. What is subtracted from it
 // is the product of x and a factor, rounded. One instruction that multiplies and subtracts does not round the product, and
 // leaves what rounding has taken: the same of every logit that is as large, so it does not matter as long as it is small.
-// For bfloat16 there are two ways to keep it so. PowersOf has nothing to round; ToPowers looks whether m is huge.
+// For bfloat16 there are three ways to keep it so. PowersOf has nothing to round; ToPowers looks whether m is huge;
+// ColumnPowers subtracts before it multiplies.
 
 // Units per x as PowersOf takes them: for bfloat16 16 bits, with which products are exact. What that takes from the factor
 // is lost in the rounding of a bfloat16 result.
@@ -142,10 +143,11 @@ __device__ __forceinline__ bool IsHuge(AccT<T> powers) {
   return sizeof(T) == 2 && !(fabs(powers) <= kHugePowers);
 }
 
-// Makes powers z - m of numbers x. `slope` is powers per x, and `offset` those of m, which is Finite.
+// Makes powers z - m of numbers x, from units per x and m, which is Finite and in units.
 template <typename T, int kN>
-__device__ __forceinline__ void ToPowers(AccT<T> (&x)[kN], AccT<T> slope, AccT<T> offset) {
+__device__ __forceinline__ void ToPowers(AccT<T> (&x)[kN], AccT<T> factor, AccT<T> m) {
   using Acc = AccT<T>;
+  const Acc slope = factor * kPowers<T>, offset = m * kPowers<T>;
   if constexpr (sizeof(T) != 2) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) x[i] = RoundedProduct(x[i], slope) - offset;

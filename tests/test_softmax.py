@@ -90,6 +90,20 @@ def test_a_million_columns(op, dtype):
 
 
 @ops
+@dtypes
+@pytest.mark.parametrize("columns", [2, 3, 4, 5, 8])
+def test_short_rows(op, dtype, columns):
+    """CPU kernels work across rows so short, in several tiles; a mask that rows share is no dense operand."""
+    x = rand((2501, columns), dtype)
+    check(op, x)
+    where = _operand("where", (1, columns)).at[0, 0].set(True)
+    y, pullback = jax.vjp(lambda x: jn(op)(x, where=where, scale=1.5), x)
+    oracle.assert_close(y, forward(op, x, where=where, scale=1.5), dtype, floor=32)
+    ct = rand(x.shape, dtype, 3)
+    check_vjp(op, pullback(ct)[0], x, ct, floor=32, where=where, scale=1.5)
+
+
+@ops
 def test_many_rows(op):
     """More rows than any grid or thread pool has workers."""
     check(op, rand((70001, 3)))

@@ -38,9 +38,12 @@ inline constexpr int64_t kRowChunk = 4096;
 inline constexpr int64_t kPartElements = 64 * 1024;
 // Rows up to this length are worth interleaving; four of them fit the first-level cache.
 inline constexpr int64_t kShortRow = 2048;
+// Rows up to this length are worked on across (ShortRowLoops), in a buffer where they lie as in memory.
+inline constexpr int64_t kShortestRow = 8;
 // The most elements in a vector: 64 bytes of a 16-bit type.
 inline constexpr int64_t kMaxLanes = 32;
 inline constexpr int64_t kGatheredElements = 4096;
+inline constexpr int64_t kMinGatheredWidth = 64;  // of tiles across rows, in elements
 // The most statistics that an operation has.
 inline constexpr int kMaxStats = 2;
 
@@ -78,10 +81,15 @@ struct Grid {
   }
 };
 
+// Tiles that are gathered should span the axis, else they are gathered twice: so they are larger, and narrower.
 template <typename A>
-Grid MakeGrid(const AxisShape& shape, int64_t column_tile) {
+Grid MakeGrid(const AxisShape& shape, int64_t column_tile, bool in_place) {
   if (shape.inner == 1) return Grid(shape, 1, shape.axis <= kTileElements<A> ? shape.axis : kRowChunk);
-  const int64_t width = BlockWidth<A>(shape.inner);
+  int64_t width = BlockWidth<A>(shape.inner);
+  if (!in_place) {
+    column_tile = kTileElements<A>;
+    width = std::min(width, std::max(kMinGatheredWidth, column_tile / shape.axis & -kMaxLanes));
+  }
   return Grid(shape, width, std::min(shape.axis, column_tile / width));
 }
 
@@ -93,11 +101,15 @@ struct Layout {
 
   Layout(const AxisShape& shape, const Tile& tile) {
     if (shape.inner == 1) {
-      *this = {tile.width, tile.length, RoundUp(tile.length), shape.axis};
+      const int64_t pitch = shape.axis <= kShortestRow ? tile.length : RoundUp(tile.length);
+      *this = {tile.width, tile.length, pitch, shape.axis};
     } else {
       *this = {tile.length, tile.width, tile.width, shape.inner};
     }
   }
+
+  // Whether lines lie one after the other in both: then they are one.
+  JAXNORM_INLINE bool Adjoin() const { return buffer_pitch == n && memory_pitch == n; }
 
   JAXNORM_INLINE static int64_t RoundUp(int64_t n) { return (n + kMaxLanes - 1) & -kMaxLanes; }
 
@@ -126,6 +138,11 @@ JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, c
   const Layout layout(shape, tile);
   const U* data = static_cast<const U*>(operand.data) + tile.start * view.axis_stride;
   if (shape.inner == 1) {
+    const int64_t last = view.ndim - 1;
+    if (layout.Adjoin() && last == 0 && view.axis_stride == 1 && view.stride[last] == layout.n) {
+      f(data + view.RowOffset(tile.row), 1, 0, layout.lines * layout.n);
+      return;
+    }
     for (int64_t line = 0; line < layout.lines; ++line) {
       f(data + view.RowOffset(tile.row + line), view.axis_stride, line * layout.buffer_pitch, layout.n);
     }
@@ -137,6 +154,10 @@ JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, c
     const int64_t row = tile.row + done;
     n = std::min(layout.n - done, view.size[last] - row % view.size[last]);
     const U* source = data + view.RowOffset(row);
+    if (layout.Adjoin() && n == layout.n && view.stride[last] == 1 && view.axis_stride == n) {
+      f(source, 1, 0, layout.lines * n);
+      return;
+    }
     for (int64_t line = 0; line < layout.lines; ++line) {
       f(source + line * view.axis_stride, view.stride[last], line * layout.buffer_pitch + done, n);
     }
@@ -157,6 +178,7 @@ JAXNORM_SIMD_CLONES void Gather(const Operand& operand, const AxisShape& shape, 
 template <typename T>
 JAXNORM_SIMD_CLONES void Scatter(const Acc<T>* buffer, const AxisShape& shape, const Tile& tile, T* out) {
   const Layout layout(shape, tile);
+  if (layout.Adjoin()) return FromAccRun<T>(buffer, out + tile.offset, layout.lines * layout.n);
   for (int64_t line = 0; line < layout.lines; ++line) {
     FromAccRun<T>(buffer + line * layout.buffer_pitch, out + tile.offset + line * layout.memory_pitch, layout.n);
   }
@@ -208,8 +230,6 @@ JAXNORM_SIMD_CLONES void MultiplyAdd(A factor, const A* bias, A* z, int64_t n) {
 template <int kRows>
 class RowLoops {
  public:
-  static constexpr bool kAlongRows = true;
-
   // Rows lie `pitch` elements apart.
   RowLoops(const Tile& tile, int64_t pitch) : n_(tile.length), pitch_(pitch) {}
 
@@ -321,8 +341,6 @@ class RowLoops {
 // are taken as one longer line (they adjoin in memory), and the statistics of a row are those of its copies, merged.
 class ColumnLoops {
  public:
-  static constexpr bool kAlongRows = false;
-
   // Lines of the tile lie `pitch` elements apart.
   ColumnLoops(const Tile& tile, int64_t pitch) : width_(tile.width), n_(tile.width), pitch_(pitch) {
     const int64_t size = tile.length * width_;
@@ -395,14 +413,85 @@ class ColumnLoops {
   int64_t width_, n_, pitch_, lines_, last_n_;
 };
 
+// Rows so short that vectors along them would be mostly empty: vector code runs across them, as in ColumnLoops, but a
+// row's elements are neighbours. Those of a length that the compiler knows, and has permutations for, it loads as vectors
+// of several rows; others (kLength == 0) element by element.
+template <int kLength>
+class ShortRowLoops {
+ public:
+  ShortRowLoops(const Tile& tile, int64_t) : rows_(tile.width), length_(tile.length) {}
+
+  template <int64_t kStep, typename A, typename F>
+  JAXNORM_INLINE void Max(A* max, F f) const {
+    Reduce(-kInfinity<A>, max, f, [](A x, A m) JAXNORM_INLINE_LAMBDA { return x > m ? x : m; });
+  }
+
+  template <int64_t kStep, typename A, typename F>
+  JAXNORM_INLINE void Sum(A* sum, F f) const {
+    Reduce(A{0}, sum, f, [](A x, A s) JAXNORM_INLINE_LAMBDA { return x + s; });
+  }
+
+  template <int64_t kStep, typename F>
+  JAXNORM_INLINE void ForEach(F f) const {
+    if constexpr (kLength > 0) {
+#pragma omp simd
+      for (int64_t row = 0; row < rows_; ++row) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kLength; ++i) f(row * kLength + i, row);
+      }
+    } else {
+      for (int64_t i = 0; i < length_; ++i) {
+#pragma omp simd
+        for (int64_t row = 0; row < rows_; ++row) f(row * length_ + i, row);
+      }
+    }
+  }
+
+  template <typename F>
+  JAXNORM_INLINE void ForEachRow(F f) const {
+#pragma omp simd
+    for (int64_t row = 0; row < rows_; ++row) f(row);
+  }
+
+  template <typename A>
+  JAXNORM_INLINE void Load(const A* from, A* stat) const {
+    std::copy_n(from, rows_, stat);
+  }
+
+  template <typename A>
+  JAXNORM_INLINE const A* View(const A* stat) const {
+    return stat;
+  }
+
+ private:
+  template <typename A, typename F, typename Combine>
+  JAXNORM_INLINE void Reduce(A identity, A* result, F f, Combine combine) const {
+    if constexpr (kLength > 0) {
+#pragma omp simd
+      for (int64_t row = 0; row < rows_; ++row) {
+        A r = identity;
+#pragma GCC unroll 8
+        for (int i = 0; i < kLength; ++i) r = combine(f(row * kLength + i, row), r);
+        result[row] = r;
+      }
+    } else {
+      for (int64_t row = 0; row < rows_; ++row) result[row] = identity;
+      ForEach<1>([=](int64_t at, int64_t row)
+                     JAXNORM_INLINE_LAMBDA { result[row] = combine(f(at, row), result[row]); });
+    }
+  }
+
+  int64_t rows_, length_;
+};
+
 // ---- Cores ----
 //
 // A core does `steps` of one tile. Its statistics are kStats arrays of the tile's width, one after the other.
 
 enum Steps { kWhole, kStatistics, kResults };
 
-// Statistics: the maximum m of z, and the sum s of e^(z - m).
-template <typename S>
+// z is x, or factor * x if kScaled. Statistics: the maximum m of z, and the sum s of e^(z - m).
+template <typename S, bool kScaled>
 struct FwdCore {
   using A = Acc<S>;
   static constexpr int kStats = 2;
@@ -423,7 +512,9 @@ struct FwdCore {
     A infinity = kInfinity<A>;
     asm("" : "+m"(infinity));
     const auto z = [=, *this](int64_t at) JAXNORM_INLINE_LAMBDA {
-      const A product = ToAcc(x_tile[at]) * factor;
+      const A element = ToAcc(x_tile[at]);
+      if constexpr (!kScaled) return element;
+      const A product = element * factor;
       return product > infinity ? infinity : product;
     };
     A max[kMaxWidth<A>], sum[kMaxWidth<A>];
@@ -552,6 +643,20 @@ template <typename Core>
 void Run(const Core& core, bool along_rows, const Tile& tile, int64_t pitch, Steps steps, typename Core::A* stats) {
   if (!along_rows) {
     RunTile<ColumnLoops>(core, tile, pitch, steps, stats);
+  } else if (pitch <= kShortestRow) {
+    const auto run = [&]<int kLength>() { RunTile<ShortRowLoops<kLength>>(core, tile, pitch, steps, stats); };
+    switch (pitch) {
+      case 2:
+        return run.template operator()<2>();
+      case 3:
+        return run.template operator()<3>();
+      case 4:
+        return run.template operator()<4>();
+      case 8:
+        return run.template operator()<8>();
+      default:
+        return run.template operator()<0>();
+    }
   } else if (steps == kWhole) {
     RunRows(core, tile.offset, tile.width, tile.length, pitch);
   } else {
@@ -574,6 +679,7 @@ struct Kernel {
   int64_t step;  // elements in a vector, to which rows overrun in place
 
   bool along_rows() const { return shape.inner == 1; }
+  bool short_rows() const { return along_rows() && shape.axis <= kShortestRow; }
   virtual ~Kernel() = default;
   virtual void RunInPlace(const Tile& tile, Steps steps, A* stats) const = 0;
   virtual void RunGathered(const Tile& tile, Steps steps, A* stats) const = 0;
@@ -596,16 +702,20 @@ struct FwdKernel final : Kernel<Acc<T>> {
   explicit FwdKernel(const SoftmaxFwdArgs& args) : args(args) {
     this->shape = args.shape;
     this->column_tile = kTileElements<A>;
-    this->stats = FwdCore<A>::kStats;
-    this->in_place = kMayBeInPlace && !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape);
+    this->stats = FwdCore<A, false>::kStats;
+    this->in_place =
+        kMayBeInPlace && !this->short_rows() && !args.where && !args.scale && !args.bias && IsFull(args.x, args.shape);
     this->step = kLanes<T>;
   }
 
   void RunInPlace(const Tile& tile, Steps steps, A* stats) const override {
     if constexpr (kMayBeInPlace) {
-      const FwdCore<T> core{static_cast<const T*>(args.x.data), static_cast<T*>(args.y), static_cast<A>(args.factor),
-                            args.log};
-      Run(core, this->along_rows(), tile, Layout(args.shape, tile).memory_pitch, steps, stats);
+      const auto run = [&]<bool kScaled>() {
+        const FwdCore<T, kScaled> core{static_cast<const T*>(args.x.data), static_cast<T*>(args.y),
+                                       static_cast<A>(args.factor), args.log};
+        Run(core, this->along_rows(), tile, Layout(args.shape, tile).memory_pitch, steps, stats);
+      };
+      args.factor == 1 ? run.template operator()<false>() : run.template operator()<true>();
     }
   }
 
@@ -622,14 +732,16 @@ struct FwdKernel final : Kernel<Acc<T>> {
     if (args.bias) Gather<T>(args.bias, args.shape, tile, operand);
     if (args.bias || args.factor != 1) MultiplyAdd(static_cast<A>(args.factor), args.bias ? operand : nullptr, z, size);
     if (args.where) FillMasked(args.where, args.shape, tile, -kInfinity<A>, z);
-    this->RunBuffer(FwdCore<A>{z, z, A{1}, args.log}, tile, steps, stats);
+    this->RunBuffer(FwdCore<A, false>{z, z, A{1}, args.log}, tile, steps, stats);
     if (steps == kStatistics) return;
     // Needed for softmax too: a NaN elsewhere in the row has spread to the masked elements.
     if (args.where) FillMasked(args.where, args.shape, tile, args.log ? -kInfinity<A> : A{0}, z);
     Scatter<T>(z, args.shape, tile, static_cast<T*>(args.y));
   }
 
-  void Merge(const A* from, A* into, int64_t width) const override { MergeStatistics<FwdCore<A>>(from, into, width); }
+  void Merge(const A* from, A* into, int64_t width) const override {
+    MergeStatistics<FwdCore<A, false>>(from, into, width);
+  }
 };
 
 template <typename T, SoftmaxForm kForm>
@@ -644,7 +756,8 @@ struct BwdKernel final : Kernel<Acc<T>> {
     this->shape = args.shape;
     this->column_tile = kSmallTileElements<A>;
     this->stats = BwdCore<A, kForm>::kStats;
-    this->in_place = kMayBeInPlace && !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape);
+    this->in_place =
+        kMayBeInPlace && !this->short_rows() && !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape);
     this->step = kLanes<T>;
   }
 
@@ -698,7 +811,8 @@ void RunWhole(const Kernel<A>& kernel, const Grid& grid, int64_t begin, int64_t 
     begin += rows.width;
   }
   // Short rows are gathered several at a time, as many as fit the first-level cache.
-  const int64_t together = std::max<int64_t>(1, kGatheredElements / Layout::RoundUp(axis));
+  const int64_t pitch = kernel.short_rows() ? axis : Layout::RoundUp(axis);
+  const int64_t together = std::clamp<int64_t>(kGatheredElements / pitch, 1, kMaxWidth<A>);
   for (; begin < end; begin += together) {
     Tile rows = grid.tile(begin, 0);
     rows.width = std::min(together, end - begin);
@@ -717,7 +831,7 @@ void RunChunk(const Kernel<A>& kernel, const Tile& tile, Steps steps, A* stats) 
 // of threads and their timing do not matter.
 template <typename A>
 ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
-  const Grid grid = MakeGrid<A>(kernel.shape, kernel.column_tile);
+  const Grid grid = MakeGrid<A>(kernel.shape, kernel.column_tile, kernel.in_place);
   if (grid.chunks == 1) {
     const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
     ParallelFor(pool, grid.groups, grain, [&](int64_t begin, int64_t end) { RunWhole(kernel, grid, begin, end); });

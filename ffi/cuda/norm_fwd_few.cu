@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     WaitForRow(r);
     uint32_t from = own + r * row_bytes;
     for (int slot = threadIdx.x; slot < slots; slot += kFewThreads, from += kTurnBytes) {
-      const V held[] = {LoadShared<V>(from)};
-      op.Accumulate(variant, held, running);
+      const typename Op::Slot kept[] = {{.s = LoadShared<V>(from)}};
+      op.Accumulate(variant, kept, running);
     }
     Partial part[1];
     op.Totals(variant, running, part);

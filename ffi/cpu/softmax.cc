@@ -27,8 +27,8 @@ namespace {
 // Elements of a tile: 128 KiB of float32, so that a buffer stays in the second-level cache.
 template <typename A>
 inline constexpr int64_t kTileElements = 128 * 1024 / sizeof(A);
-// Tiles of the backward across rows fit the first-level cache, from which its two buffers are read once. The forward
-// reads them twice and pays for merging the statistics of each one, so that more lines to a tile are better there.
+// Tiles of the backward across rows, in place, fit the first-level cache, from which its two arrays are read once. The
+// forward reads them twice and pays for merging the statistics of each one, so that more lines to a tile are better there.
 template <typename A>
 inline constexpr int64_t kSmallTileElements = 32 * 1024 / sizeof(A);
 // The chunks of a longer row are short enough for the first-level cache, because they are read twice.
@@ -81,28 +81,25 @@ struct Grid {
   }
 };
 
-// Tiles that are gathered should span the axis, else they are gathered twice: so they are larger, and narrower.
+// Tiles that are gathered should span the axis, else they are gathered twice: so they are narrower.
 template <typename A>
 Grid MakeGrid(const AxisShape& shape, int64_t column_tile, bool in_place) {
   if (shape.inner == 1) return Grid(shape, 1, shape.axis <= kTileElements<A> ? shape.axis : kRowChunk);
   int64_t width = BlockWidth<A>(shape.inner);
-  if (!in_place) {
-    column_tile = kTileElements<A>;
-    width = std::min(width, std::max(kMinGatheredWidth, column_tile / shape.axis & -kMaxLanes));
-  }
+  if (!in_place) width = std::min(width, std::max(kMinGatheredWidth, column_tile / shape.axis & -kMaxLanes));
   return Grid(shape, width, std::min(shape.axis, column_tile / width));
 }
 
 // ---- Gathering ----
 
-// How a tile lies in a buffer and in a full array: `lines` runs of `n` elements. Rows are padded to whole vectors.
+// How a tile lies in a buffer and in a full array: `lines` runs of `n` elements. Rows that are not short are padded to
+// whole vectors.
 struct Layout {
   int64_t lines, n, buffer_pitch, memory_pitch;
 
   Layout(const AxisShape& shape, const Tile& tile) {
     if (shape.inner == 1) {
-      const int64_t pitch = shape.axis <= kShortestRow ? tile.length : RoundUp(tile.length);
-      *this = {tile.width, tile.length, pitch, shape.axis};
+      *this = {tile.width, tile.length, RowPitch(shape.axis, tile.length), shape.axis};
     } else {
       *this = {tile.length, tile.width, tile.width, shape.inner};
     }
@@ -111,7 +108,10 @@ struct Layout {
   // Whether lines lie one after the other in both: then they are one.
   JAXNORM_INLINE bool Adjoin() const { return buffer_pitch == n && memory_pitch == n; }
 
-  JAXNORM_INLINE static int64_t RoundUp(int64_t n) { return (n + kMaxLanes - 1) & -kMaxLanes; }
+  // In the buffer, from one part of `length` elements of a row to that of the next row.
+  JAXNORM_INLINE static int64_t RowPitch(int64_t axis, int64_t length) {
+    return axis <= kShortestRow ? length : (length + kMaxLanes - 1) & -kMaxLanes;
+  }
 
  private:
   Layout(int64_t lines, int64_t n, int64_t buffer_pitch, int64_t memory_pitch)
@@ -754,10 +754,10 @@ struct BwdKernel final : Kernel<Acc<T>> {
 
   explicit BwdKernel(const SoftmaxBwdArgs& args) : args(args) {
     this->shape = args.shape;
-    this->column_tile = kSmallTileElements<A>;
     this->stats = BwdCore<A, kForm>::kStats;
     this->in_place =
         kMayBeInPlace && !this->short_rows() && !args.where && IsFull(args.y, args.shape) && IsFull(args.t, args.shape);
+    this->column_tile = this->in_place ? kSmallTileElements<A> : kTileElements<A>;
     this->step = kLanes<T>;
   }
 
@@ -811,8 +811,7 @@ void RunWhole(const Kernel<A>& kernel, const Grid& grid, int64_t begin, int64_t 
     begin += rows.width;
   }
   // Short rows are gathered several at a time, as many as fit the first-level cache.
-  const int64_t pitch = kernel.short_rows() ? axis : Layout::RoundUp(axis);
-  const int64_t together = std::clamp<int64_t>(kGatheredElements / pitch, 1, kMaxWidth<A>);
+  const int64_t together = std::clamp<int64_t>(kGatheredElements / Layout::RowPitch(axis, axis), 1, kMaxWidth<A>);
   for (; begin < end; begin += together) {
     Tile rows = grid.tile(begin, 0);
     rows.width = std::min(together, end - begin);

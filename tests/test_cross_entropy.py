@@ -87,6 +87,22 @@ def test_numbers_of_short_rows(columns, options):
         check(rand((rows, columns), dtype), some_labels((rows,), columns), **options)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("columns", [2, 4, 5, 8, 13, 24, 100, 128])
+def test_tiles_of_short_rows(dtype, columns):
+    """Vectors reach into the next row, and must leave it as it is: also where that is NaN, or its label no class."""
+    x, labels = rand((1203, columns), dtype), some_labels(1203, columns)
+    check(x, labels, smoothing=0.1, z_loss=1e-2)
+    ct = rand(labels.shape, oracle.acc_of(dtype), 5)
+    y, x_bar = value_and_vjp(labels, x, ct)
+    labels[::5] = columns
+    bad_y, bad_bar = value_and_vjp(labels, x.at[1::5].set(nan), ct)
+    for got, same, at_label in ((bad_y, y, nan), (bad_bar, x_bar, 0)):
+        np.testing.assert_array_equal(
+            oracle.f64(got), oracle.f64(same.at[::5].set(at_label).at[1::5].set(nan))
+        )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (1.0, 0.1)])
 @pytest.mark.parametrize("mask", [None, (1, 37), (6, 37), (6, 1), (37,)])

@@ -164,6 +164,30 @@ def test_many_rows(op, shape):
     check(op, rand(shape), "float32")
 
 
+@ops
+@dtypes
+@pytest.mark.parametrize("columns", [2, 4, 5, 8, 13, 24, 64, 100, 192])
+def test_short_rows(op, dtype, columns):
+    """CPU kernels work on many rows so short at once; here in several tiles, the last one not whole."""
+    x = rand((2503, columns), dtype)
+    check(op, x, acc_of(dtype), residual=True, floor=32)
+    check(op, x, acc_of(dtype), floor=32)
+
+
+@ops
+@dtypes
+@pytest.mark.parametrize("columns", [1, 3, 7, 20, 65])
+def test_nan_stays_in_its_row(op, dtype, columns):
+    """Vectors that reach into the next row take nothing from it."""
+    x, dy = rand((700, columns), dtype), rand((700, columns), dtype, 1)
+    f = value_and_vjp(getattr(jaxnorm, op))
+    expected, (expected_dx,) = f((x,), dy)
+    bad = slice(2, None, 3)
+    y, (dx,) = f((x.at[bad].set(nan),), dy)
+    for got, same in ((y, expected), (dx, expected_dx)):
+        np.testing.assert_array_equal(oracle.f64(got), oracle.f64(same.at[bad].set(nan)))
+
+
 # ---- shapes and axes ----
 
 

@@ -616,8 +616,7 @@ ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view,
   const int64_t slots = std::max(view.width, view.channels);
   const std::unique_ptr<A[]> partials(new A[groups * view.pieces * 3 * slots]());
   const int64_t per_unit = view.size / std::max<int64_t>(1, view.pieces * view.strips);
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, per_unit));
-  ParallelFor(pool, view.size > 0 ? units : 0, grain, [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, view.size > 0 ? units : 0, per_unit, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Unit unit = UnitAt(view, i);
       ReduceUnit(kernel, view, unit, Partials<A>(partials.get(), view, unit.group, unit.piece));
@@ -625,10 +624,9 @@ ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view,
   });
   const int64_t distinct = view.columns ? view.fold : view.width, repeats = view.size > 0 ? view.width / distinct : 1;
   const int64_t run = view.columns ? std::max<int64_t>(1, view.inner) : 1;
-  const int64_t channel_grain = std::max<int64_t>(64, kGrainElements / (view.pieces * run * repeats));
   for (int64_t group = 0; group < groups; ++group) {
     const Partials<A> sums(partials.get(), view, group, 0);
-    ParallelFor(pool, view.channels, channel_grain, [&](int64_t begin, int64_t end) {
+    ParallelFor(pool, view.channels, view.pieces * run * repeats, [&](int64_t begin, int64_t end) {
       for (int64_t k = 0; k < repeats && view.size > 0; ++k) {
         const int64_t at = k * distinct;
         CombineParts<Kernel>(sums, view.pieces, 3 * view.width, at + begin * run, at + end * run);
@@ -860,7 +858,7 @@ JAXNORM_SIMD_CLONES void RunBlocks(const Kernel& kernel, const Blocks& blocks, i
 template <typename Kernel>
 void Elementwise(ffi::ThreadPool& pool, const Kernel& kernel, const BatchNormShape& shape, int64_t group) {
   const Blocks blocks(shape);
-  ParallelFor(pool, blocks.count, kGrainElements / kBlockElements,
+  ParallelFor(pool, blocks.count, kBlockElements,
               [&](int64_t begin, int64_t end) { RunBlocks(kernel, blocks, group, begin, end); });
 }
 

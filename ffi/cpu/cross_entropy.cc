@@ -4,8 +4,8 @@
 // twice: for the maximum, and for the sum of exponentials, both merged into those of the row so far. The probabilities
 // live in registers only. float16, bfloat16 and masked rows go through a buffer of float32. The forward turns short rows
 // on their side, several at a time, so that vectors go across rows: adding up the lanes of a vector takes as long as 100
-// elements. Along other axes rows lie side by side, and vectors go across them anyway: a block of rows is worked through
-// line by line.
+// elements. The backward works on many short rows at a time, as they lie (short_rows.h). Along other axes rows lie side by
+// side, and vectors go across them anyway: a block of rows is worked through line by line.
 //
 // NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
 #include <algorithm>
@@ -14,6 +14,7 @@
 
 #include "cross_entropy_args.h"
 #include "parallel.h"
+#include "short_rows.h"
 #include "simd.h"
 
 namespace jaxnorm {
@@ -185,7 +186,21 @@ struct BlockNumbers {
   alignas(64) int32_t labels[kMaxWidth<A>], valid[kMaxWidth<A>];
 };
 
-// out = a * e^(x - lse) - base for such rows, and at the label less b_label * b; 0 for those that are not valid.
+// The results at the labels: a * e^(x - lse) - base - b_label * b.
+template <typename A, typename T>
+JAXNORM_INLINE void WriteLabels(const BlockNumbers<A>& of, int64_t rows, int64_t row_pitch, int64_t pitch, A b_label,
+                                T* out) {
+  alignas(64) A results[kMaxWidth<A>];
+#pragma omp simd
+  for (int64_t r = 0; r < rows; ++r) {
+    results[r] = (of.a[r] * Exp(of.x_label[r] - of.lse[r]) - of.base[r]) - of.b[r] * b_label;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    if (of.valid[r]) out[of.labels[r] * pitch + r * row_pitch] = FromAcc<T>(results[r]);
+  }
+}
+
+// out = a * e^(x - lse) - base for such rows, and at the label as above; 0 for those that are not valid.
 template <typename T>
 JAXNORM_SIMD_CLONES void WriteBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, Acc<T> b_label,
                                     const BlockNumbers<Acc<T>>& of, T* out) {
@@ -203,13 +218,7 @@ JAXNORM_SIMD_CLONES void WriteBlock(const T* x, int64_t pitch, int64_t rows, int
     }
     if constexpr (!kDirect) FromAccRun<T>(results, out + c * pitch, rows);
   }
-#pragma omp simd
-  for (int64_t r = 0; r < rows; ++r) {
-    buffer[r] = (of.a[r] * Exp(of.x_label[r] - of.lse[r]) - of.base[r]) - of.b[r] * b_label;
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    if (of.valid[r]) out[of.labels[r] * pitch + r] = FromAcc<T>(buffer[r]);
-  }
+  WriteLabels(of, rows, 1, pitch, b_label, out);
 }
 
 // out = a * e^(x - lse) - base, 0 where masked.
@@ -337,8 +346,7 @@ bool SuitsBlocks(const CrossEntropyArgs& args) {
 template <typename A, typename F>
 ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
   const int64_t width = BlockWidth<A>(shape.inner), blocks = (shape.inner + width - 1) / width;
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, width * shape.axis));
-  ParallelFor(pool, shape.outer * blocks, grain, [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, shape.outer * blocks, width * shape.axis, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i % blocks * width;
       f(i / blocks * shape.inner + first, std::min(width, shape.inner - first));
@@ -366,31 +374,67 @@ void LoadNumbers(const CrossEntropyArgs& args, const Operand& operand, int64_t r
   }
 }
 
+// Those of rows [row, row + rows), which begin at x, `row_pitch` elements apart; from class to class it is `pitch`.
+template <typename T>
+void LoadBlockNumbers(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch,
+                      int64_t pitch, BlockNumbers<Acc<T>>* of) {
+  using A = Acc<T>;
+  LoadNumbers(args, args.labels, row, rows, of->labels);
+  LoadNumbers(args, args.lse, row, rows, of->lse);
+  LoadNumbers(args, args.a, row, rows, of->a);
+  LoadNumbers(args, args.b, row, rows, of->b);
+  const A of_class = static_cast<A>(args.smoothing) / static_cast<A>(args.shape.axis);
+  for (int64_t r = 0; r < rows; ++r) {
+    of->valid[r] = of->labels[r] >= 0 && of->labels[r] < args.shape.axis;
+    of->base[r] = of->b[r] * of_class;
+    of->x_label[r] = of->valid[r] ? ToAcc(x[of->labels[r] * pitch + r * row_pitch]) : A{0};
+  }
+}
+
 template <typename T>
 void BackwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
-  using A = Acc<T>;
   const int64_t pitch = args.shape.inner, columns = args.shape.axis;
   const T* x = RowOf<T>(args.x, row);
   T* out = static_cast<T*>(args.out) + (row / pitch * columns * pitch + row % pitch);
-  BlockNumbers<A> of;
-  LoadNumbers(args, args.labels, row, rows, of.labels);
-  LoadNumbers(args, args.lse, row, rows, of.lse);
-  LoadNumbers(args, args.a, row, rows, of.a);
-  LoadNumbers(args, args.b, row, rows, of.b);
-  const A of_class = static_cast<A>(args.smoothing) / static_cast<A>(columns);
-  for (int64_t r = 0; r < rows; ++r) {
-    of.valid[r] = of.labels[r] >= 0 && of.labels[r] < columns;
-    of.base[r] = of.b[r] * of_class;
-    of.x_label[r] = of.valid[r] ? ToAcc(x[of.labels[r] * pitch + r]) : A{0};
+  BlockNumbers<Acc<T>> of;
+  LoadBlockNumbers(args, x, row, rows, 1, pitch, &of);
+  WriteBlock(x, pitch, rows, columns, static_cast<Acc<T>>(1 - args.smoothing), of, out);
+}
+
+template <typename T>
+JAXNORM_SIMD_CLONES void BackwardShortRows(const CrossEntropyArgs& args, int64_t begin, int64_t end) {
+  using A = Acc<T>;
+  static_assert(kShortTileRows <= kMaxWidth<A> && kShortColumns <= kShortRow);
+  static thread_local ShortTile<A> values, results;
+  const int64_t columns = args.shape.axis, step = RowsOfShortTile(columns);
+  for (int64_t row = begin; row < end; row += step) {
+    const int64_t rows = std::min(step, end - row), size = rows * columns;
+    const bool in_place = InPlace<T>((end - row) * columns - size);
+    const T* x = static_cast<const T*>(args.x.data) + row * columns;
+    T* out = static_cast<T*>(args.out) + row * columns;
+    BlockNumbers<A> numbers;
+    LoadBlockNumbers(args, x, row, rows, columns, 1, &numbers);
+    const A* z = ReadTile(x, size, in_place, values.data);
+    A* to = WriteTile(out, in_place, results.data);
+    const BlockNumbers<A>& of = numbers;
+    DispatchVector(columns, [&](auto vector) JAXNORM_INLINE_LAMBDA {
+      WriteRows<vector>(
+          rows, columns,
+          [=, &of](int64_t r, int64_t c) JAXNORM_INLINE_LAMBDA {
+            const A value = of.a[r] * Exp(z[r * columns + c] - of.lse[r]) - of.base[r];
+            return of.valid[r] ? value : A{0};
+          },
+          to);
+    });
+    WriteLabels(of, rows, columns, 1, static_cast<A>(1 - args.smoothing), to);
+    StoreTile(to, size, in_place, out);
   }
-  WriteBlock(x, pitch, rows, columns, static_cast<A>(1 - args.smoothing), of, out);
 }
 
 // Rows are independent; a thread takes several short ones: f(begin, end).
 template <typename F>
 ffi::Error ForRows(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.shape.axis));
-  ParallelFor(pool, args.shape.rows(), grain, f);
+  ParallelFor(pool, args.shape.rows(), args.shape.axis, f);
   return ffi::Error::Success();
 }
 
@@ -419,7 +463,9 @@ ffi::Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
     if (args.shape.inner > 1) {
       return ForBlocks<Acc<T>>(pool, args.shape, [&](int64_t row, int64_t rows) { BackwardBlock<T>(args, row, rows); });
     }
+    const bool is_short = args.shape.axis <= kShortColumns && !args.where && args.x.elements == args.shape.size();
     return ForRows(pool, args, [&](int64_t begin, int64_t end) {
+      if (is_short) return BackwardShortRows<T>(args, begin, end);
       for (int64_t row = begin; row < end; ++row) BackwardRow<T>(args, row);
     });
   });

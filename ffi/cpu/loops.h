@@ -19,11 +19,6 @@ using Source = std::conditional_t<kStaged<T>, float, T>;
 // Sums are kept in this many lanes: additions to one register wait for each other, so there are several.
 inline constexpr int64_t kLanesOfSum = 32;
 
-template <typename A>
-struct Two {
-  A first, second;
-};
-
 // Sums of both values of f(i) for i in [0, n).
 template <typename A, typename F>
 JAXNORM_INLINE Two<A> Sum(int64_t n, F f) {

@@ -2,7 +2,7 @@
 //
 // A row is one chunk if it is not too long for the cache: its statistics are found in one or two passes over it, and its
 // results written in another. Of a longer row first the statistics of all chunks are found, then merged, then used to
-// write the results.
+// write the results. Short rows are worked on many at a time (norm_short.h), if there is no mask.
 //
 // Rows are cut into blocks, by shape alone. A block's gradients of the parameters are summed in order, then those of
 // all blocks, so that results do not depend on the number of threads.
@@ -14,135 +14,13 @@
 
 #include "loops.h"
 #include "norm_args.h"
+#include "norm_rows.h"
+#include "norm_short.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace jaxnorm {
 namespace {
-
-// ---- Loops ----
-
-// Rows up to this length are one chunk: 128 KiB of float32, so that its arrays stay in the second-level cache.
-template <typename A>
-inline constexpr int64_t kLongestChunk = 128 * 1024 / sizeof(A);
-// The chunks of a longer row are short enough for the first-level cache, because they are read twice.
-inline constexpr int64_t kChunk = 4096;
-// Per thread, one chunk each: for what can not be read in place.
-enum BufferUse { kFirst, kSecond, kFactor, kShift, kBuffers };
-
-// Not inlined: GCC would look up the thread's storage, a call, again in every step of a loop.
-template <typename A>
-__attribute__((noinline)) A* ThreadBuffer(BufferUse use) {
-  alignas(64) static thread_local A buffers[kBuffers][kLongestChunk<A>];
-  return buffers[use];
-}
-
-// The elements as a loop reads them. `again`: the buffer holds them already.
-template <typename T>
-JAXNORM_INLINE const Source<T>* Stage(const T* from, int64_t n, BufferUse use, bool again = false) {
-  if constexpr (kStaged<T>) {
-    float* buffer = ThreadBuffer<float>(use);
-    if (!again) ToAccRun(from, buffer, n);
-    return buffer;
-  } else {
-    return from;
-  }
-}
-
-// out[i] = f(i). May overwrite the buffer, if f(i) reads that at i alone.
-template <typename T, typename F>
-JAXNORM_INLINE void Store(T* out, int64_t n, BufferUse use, F f) {
-  if constexpr (kStaged<T>) {
-    float* buffer = ThreadBuffer<float>(use);
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) buffer[i] = f(i);
-    FromAccRun<T>(buffer, out, n);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] = FromAcc<T>(f(i));
-  }
-}
-
-// ---- Work ----
-
-// A part of one row: `n` columns from `start` on.
-struct Chunk {
-  int64_t row, start, n;
-};
-
-// How a call is cut: rows into blocks that lie within one group each, columns into chunks.
-struct Grid {
-  NormShape shape;
-  int64_t chunk, chunks, block_rows, blocks_per_group;
-
-  Grid(const NormShape& shape, int64_t longest_chunk, int64_t block_rows)
-      : shape(shape),
-        chunk(shape.cols <= longest_chunk ? shape.cols : kChunk),
-        chunks((shape.cols + chunk - 1) / chunk),
-        block_rows(block_rows),
-        blocks_per_group((shape.rows_per_group + block_rows - 1) / block_rows) {}
-
-  int64_t blocks() const { return shape.groups * blocks_per_group; }
-  int64_t group(int64_t block) const { return block / blocks_per_group; }
-  int64_t first_row(int64_t block) const {
-    return group(block) * shape.rows_per_group + block % blocks_per_group * block_rows;
-  }
-  int64_t last_row(int64_t block) const {  // one beyond
-    return std::min(first_row(block) + block_rows, (group(block) + 1) * shape.rows_per_group);
-  }
-  Chunk at(int64_t row, int64_t index) const {
-    return {row, index * chunk, std::min(chunk, shape.cols - index * chunk)};
-  }
-};
-
-template <typename T>
-JAXNORM_INLINE const T* RowOf(const Operand& operand, const Chunk& chunk) {
-  const Broadcast& view = operand.view;
-  return static_cast<const T*>(operand.data) + view.RowOffset(chunk.row) + chunk.start * view.axis_stride;
-}
-
-// One byte per element of the chunk; nullptr without a mask.
-JAXNORM_INLINE const uint8_t* MaskOf(const Operand& mask, const Chunk& chunk) {
-  if (!mask) return nullptr;
-  const uint8_t* row = RowOf<uint8_t>(mask, chunk);
-  if (mask.view.axis_stride == 1) return row;
-  static thread_local uint8_t buffer[kLongestChunk<float>];
-  std::fill_n(buffer, chunk.n, *row);
-  return buffer;
-}
-
-template <typename A>
-JAXNORM_INLINE A CountOf(const uint8_t* mask, int64_t n) {
-  if (mask == nullptr) return static_cast<A>(n);
-  int32_t count = 0;
-#pragma omp simd reduction(+ : count)
-  for (int64_t i = 0; i < n; ++i) count += mask[i] != 0;
-  return static_cast<A>(count);
-}
-
-// Parameters of a group, for the columns of a chunk: in place if they can be read as they are, else in a buffer;
-// `absent` where there are none.
-template <typename T>
-JAXNORM_INLINE const Acc<T>* LoadParameter(const NormParameter& parameter, ffi::DataType dtype, int64_t group,
-                                           const Chunk& chunk, Acc<T> absent, Acc<T> offset, BufferUse use) {
-  using A = Acc<T>;
-  const int64_t at = group * parameter.group_stride + chunk.start;
-  const bool is_acc = dtype == ffi::F32 || dtype == ffi::F64;
-  if (parameter && is_acc && offset == 0) return static_cast<const A*>(parameter.data) + at;
-  A* buffer = ThreadBuffer<A>(use);
-  if (!parameter) {
-    std::fill_n(buffer, chunk.n, absent);
-    return buffer;
-  }
-  if (is_acc) {
-    ToAccRun(static_cast<const A*>(parameter.data) + at, buffer, chunk.n);
-  } else {
-    ToAccRun(static_cast<const T*>(parameter.data) + at, buffer, chunk.n);
-  }
-#pragma omp simd
-  for (int64_t i = 0; i < chunk.n; ++i) buffer[i] += offset;
-  return buffer;
-}
 
 // ---- Kernels ----
 //
@@ -172,13 +50,12 @@ struct Forward {
     const A* factor;
     const A* shift;
   };
-  static constexpr bool kReduces = true;
+  static constexpr bool kShort = false, kReduces = true;
   const NormFwdArgs& args;
 
   JAXNORM_INLINE Parameters Load(int64_t group, const Chunk& chunk) const {
-    return {LoadParameter<T>(args.scale, args.parameter_dtype, group, chunk, A{1}, static_cast<A>(args.scale_offset),
-                             kFactor),
-            LoadParameter<T>(args.bias, args.parameter_dtype, group, chunk, A{0}, A{0}, kShift)};
+    return {LoadFactor<T>(args.scale, args.parameter_dtype, group, chunk, args.scale_offset),
+            LoadShift<T>(args.bias, args.parameter_dtype, group, chunk)};
   }
 
   JAXNORM_INLINE Statistics Reduce(const Chunk& chunk, const Parameters&, A*) const {
@@ -268,12 +145,11 @@ struct Backward {
   struct Parameters {
     const A* factor;
   };
-  static constexpr bool kReduces = kDx;
+  static constexpr bool kShort = false, kReduces = kDx;
   const NormBwdArgs& args;
 
   JAXNORM_INLINE Parameters Load(int64_t group, const Chunk& chunk) const {
-    return {LoadParameter<T>(args.scale, args.parameter_dtype, group, chunk, A{1}, static_cast<A>(args.scale_offset),
-                             kFactor)};
+    return {LoadFactor<T>(args.scale, args.parameter_dtype, group, chunk, args.scale_offset)};
   }
 
   JAXNORM_INLINE Statistics Reduce(const Chunk& chunk, const Parameters& parameters, A* sums) const {
@@ -357,28 +233,58 @@ struct Backward {
 
 // ---- Execution ----
 
-// A block, row by row.
+// How a call is cut: rows into blocks that lie within one group each, columns into chunks.
+struct Grid {
+  NormShape shape;
+  int64_t chunk, chunks, block_rows, blocks_per_group;
+
+  Grid(const NormShape& shape, int64_t longest_chunk, int64_t block_rows)
+      : shape(shape),
+        chunk(shape.cols <= longest_chunk ? shape.cols : kChunk),
+        chunks((shape.cols + chunk - 1) / chunk),
+        block_rows(block_rows),
+        blocks_per_group((shape.rows_per_group + block_rows - 1) / block_rows) {}
+
+  int64_t blocks() const { return shape.groups * blocks_per_group; }
+  int64_t group(int64_t block) const { return block / blocks_per_group; }
+  int64_t first_row(int64_t block) const {
+    return group(block) * shape.rows_per_group + block % blocks_per_group * block_rows;
+  }
+  int64_t last_row(int64_t block) const {  // one beyond
+    return std::min(first_row(block) + block_rows, (group(block) + 1) * shape.rows_per_group);
+  }
+  Chunk at(int64_t row, int64_t index) const {
+    return {row, index * chunk, std::min(chunk, shape.cols - index * chunk)};
+  }
+};
+
+// A block, row by row or all of them.
 template <typename Kernel>
 JAXNORM_SIMD_CLONES void RunBlock(const Kernel& kernel, const Grid& grid, int64_t block, typename Kernel::A* sums) {
-  const int64_t group = grid.group(block), end = grid.last_row(block);
-  typename Kernel::Parameters parameters;
-  if (grid.chunks == 1) parameters = kernel.Load(group, grid.at(0, 0));
-  for (int64_t row = grid.first_row(block); row < end; ++row) {
-    typename Kernel::Statistics statistics;
-    if (grid.chunks == 1 && Kernel::kReduces) {
-      const Chunk chunk = grid.at(row, 0);
-      statistics = kernel.Reduce(chunk, parameters, sums);
-      kernel.Apply(chunk, statistics, parameters, sums, /*again=*/true);
-      continue;
-    }
-    for (int64_t i = 0; i < grid.chunks && Kernel::kReduces; ++i) {
-      const Chunk chunk = grid.at(row, i);
-      statistics.Merge(kernel.Reduce(chunk, kernel.Load(group, chunk), nullptr));
-    }
-    for (int64_t i = 0; i < grid.chunks; ++i) {
-      const Chunk chunk = grid.at(row, i);
-      if (grid.chunks > 1) parameters = kernel.Load(group, chunk);
-      kernel.Apply(chunk, statistics, parameters, sums, /*again=*/false);
+  const int64_t group = grid.group(block), first = grid.first_row(block), end = grid.last_row(block);
+  if constexpr (Kernel::kShort) {
+    kernel(group, first, end, sums);
+    return;
+  } else {
+    typename Kernel::Parameters parameters;
+    if (grid.chunks == 1) parameters = kernel.Load(group, grid.at(0, 0));
+    for (int64_t row = first; row < end; ++row) {
+      typename Kernel::Statistics statistics;
+      if (grid.chunks == 1 && Kernel::kReduces) {
+        const Chunk chunk = grid.at(row, 0);
+        statistics = kernel.Reduce(chunk, parameters, sums);
+        kernel.Apply(chunk, statistics, parameters, sums, /*again=*/true);
+        continue;
+      }
+      for (int64_t i = 0; i < grid.chunks && Kernel::kReduces; ++i) {
+        const Chunk chunk = grid.at(row, i);
+        statistics.Merge(kernel.Reduce(chunk, kernel.Load(group, chunk), nullptr));
+      }
+      for (int64_t i = 0; i < grid.chunks; ++i) {
+        const Chunk chunk = grid.at(row, i);
+        if (grid.chunks > 1) parameters = kernel.Load(group, chunk);
+        kernel.Apply(chunk, statistics, parameters, sums, /*again=*/false);
+      }
     }
   }
 }
@@ -406,19 +312,17 @@ JAXNORM_SIMD_CLONES void ApplyChunks(const Kernel& kernel, const Grid& grid, int
 // Runs all blocks; sums[i * pitch...] are the partial sums of block i, which start at 0.
 template <typename Kernel>
 void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, typename Kernel::A* sums, int64_t pitch) {
-  using Statistics = typename Kernel::Statistics;
   const int64_t blocks = grid.blocks(), chunks = grid.chunks;
   const auto clear = [&](int64_t block, int64_t from, int64_t to) {
     for (int64_t half = 0; half < 2 && sums != nullptr; ++half) {
       std::fill(sums + block * pitch + half * pitch / 2 + from, sums + block * pitch + half * pitch / 2 + to, 0);
     }
   };
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.block_rows * grid.shape.cols));
   // With blocks enough for all threads a row stays on one, whose cache may still hold it when it is read again.
   // Otherwise each step is spread by itself.
   constexpr int64_t kBlocksPerThread = 4;
   if (chunks == 1 || blocks >= kBlocksPerThread * pool.num_threads()) {
-    ParallelFor(pool, blocks, grain, [&](int64_t begin, int64_t end) {
+    ParallelFor(pool, blocks, grid.block_rows * grid.shape.cols, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         clear(block, 0, pitch / 2);
         RunBlock(kernel, grid, block, sums != nullptr ? sums + block * pitch : nullptr);
@@ -426,33 +330,41 @@ void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, ty
     });
     return;
   }
-  const std::unique_ptr<Statistics[]> statistics(new Statistics[grid.shape.rows() * chunks]);
-  if (Kernel::kReduces) {
-    ParallelFor(pool, blocks * chunks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) ReduceChunks(kernel, grid, i / chunks, i % chunks, statistics.get());
+  if constexpr (!Kernel::kShort) {
+    using Statistics = typename Kernel::Statistics;
+    const std::unique_ptr<Statistics[]> statistics(new Statistics[grid.shape.rows() * chunks]);
+    if (Kernel::kReduces) {
+      ParallelFor(pool, blocks * chunks, grid.block_rows * grid.chunk, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) ReduceChunks(kernel, grid, i / chunks, i % chunks, statistics.get());
+      });
+      for (int64_t row = 0; row < grid.shape.rows(); ++row) {
+        Statistics* first = &statistics[row * chunks];
+        Statistics merged;  // from nothing, as RunBlock does
+        for (int64_t i = 0; i < chunks; ++i) merged.Merge(first[i]);
+        *first = merged;
+      }
+    }
+    ParallelFor(pool, blocks * chunks, grid.block_rows * grid.chunk, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t block = i / chunks;
+        const Chunk chunk = grid.at(0, i % chunks);
+        clear(block, chunk.start, chunk.start + chunk.n);
+        ApplyChunks(kernel, grid, block, i % chunks, statistics.get(),
+                    sums != nullptr ? sums + block * pitch : nullptr);
+      }
     });
-    for (int64_t row = 0; row < grid.shape.rows(); ++row) {
-      Statistics* first = &statistics[row * chunks];
-      Statistics merged;  // from nothing, as RunBlock does
-      for (int64_t i = 0; i < chunks; ++i) merged.Merge(first[i]);
-      *first = merged;
-    }
   }
-  ParallelFor(pool, blocks * chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t block = i / chunks;
-      const Chunk chunk = grid.at(0, i % chunks);
-      clear(block, chunk.start, chunk.start + chunk.n);
-      ApplyChunks(kernel, grid, block, i % chunks, statistics.get(), sums != nullptr ? sums + block * pitch : nullptr);
-    }
-  });
 }
 
 template <typename T>
 ffi::Error RunForward(ffi::ThreadPool& pool, const NormFwdArgs& args) {
   const int64_t rows = std::max<int64_t>(1, kGrainElements / args.shape.cols);
   const Grid grid(args.shape, kLongestChunk<Acc<T>>, rows);
-  RunBlocks(pool, Forward<T>{args}, grid, static_cast<Acc<T>*>(nullptr), 0);
+  if (args.shape.cols <= kShortRow && !args.mask) {
+    RunBlocks(pool, ShortForward<T>{args}, grid, static_cast<Acc<T>*>(nullptr), 0);
+  } else {
+    RunBlocks(pool, Forward<T>{args}, grid, static_cast<Acc<T>*>(nullptr), 0);
+  }
   return ffi::Error::Success();
 }
 
@@ -478,9 +390,14 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
   using A = Acc<T>;
   const NormShape& shape = args.shape;
   const int64_t group_size = shape.rows_per_group * shape.cols;
+  const bool is_short = shape.cols <= kShortRow && !args.mask;
   if (args.dscale == nullptr && args.dbias == nullptr) {
     const Grid grid(shape, kLongestChunk<A>, std::max<int64_t>(1, kGrainElements / shape.cols));
-    RunBlocks(pool, Backward<T, true, false>{args}, grid, static_cast<A*>(nullptr), 0);
+    if (is_short) {
+      RunBlocks(pool, ShortBackward<T>{args}, grid, static_cast<A*>(nullptr), 0);
+    } else {
+      RunBlocks(pool, Backward<T, true, false>{args}, grid, static_cast<A*>(nullptr), 0);
+    }
     return ffi::Error::Success();
   }
   // Partial sums cost two rows per block, so blocks have many rows; enough blocks for the threads there may be.
@@ -490,7 +407,9 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
   const Grid grid(shape, kLongestChunk<A>, std::max<int64_t>(1, (shape.rows_per_group + blocks - 1) / blocks));
   const int64_t pitch = 2 * shape.cols;
   const std::unique_ptr<A[]> sums(new A[grid.blocks() * pitch]);
-  if (args.dx != nullptr) {
+  if (is_short) {
+    RunBlocks(pool, ShortBackward<T>{args}, grid, sums.get(), pitch);
+  } else if (args.dx != nullptr) {
     RunBlocks(pool, Backward<T, true, true>{args}, grid, sums.get(), pitch);
   } else {
     RunBlocks(pool, Backward<T, false, true>{args}, grid, sums.get(), pitch);
@@ -498,16 +417,15 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
 
   const int64_t per_group = grid.blocks_per_group;
   const auto finish = [&]<typename U>(U* out, int64_t offset) {
-    const int64_t grain = std::max<int64_t>(1, kGrainElements / (shape.cols * std::max<int64_t>(1, per_group)));
     if (shape.groups > 1) {
-      ParallelFor(pool, shape.groups, grain, [&](int64_t begin, int64_t end) {
+      ParallelFor(pool, shape.groups, shape.cols * per_group, [&](int64_t begin, int64_t end) {
         for (int64_t group = begin; group < end; ++group) {
           AddPartials(sums.get() + group * per_group * pitch + offset, per_group, pitch, 0, shape.cols,
                       out + group * shape.cols);
         }
       });
     } else {
-      ParallelFor(pool, shape.cols, kGrainElements / std::max<int64_t>(1, per_group), [&](int64_t begin, int64_t end) {
+      ParallelFor(pool, shape.cols, per_group, [&](int64_t begin, int64_t end) {
         AddPartials(sums.get() + offset, per_group, pitch, begin, end, out);
       });
     }

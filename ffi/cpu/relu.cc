@@ -95,7 +95,7 @@ template <typename Block>
 ffi::Error RunRows(ffi::ThreadPool& pool, const ReluArgs& args, const Block& block) {
   // Where cols % 8 == 0 the masks of all rows adjoin, so the array is one row: cut it anew, into pieces for threads.
   const int64_t cols = args.cols % 8 == 0 ? kGrainElements : args.cols;
-  ParallelFor(pool, (args.size() + cols - 1) / cols, std::max<int64_t>(1, kGrainElements / cols),
+  ParallelFor(pool, (args.size() + cols - 1) / cols, cols,
               [&](int64_t begin, int64_t end) { RunBlocks(block, args.size(), cols, begin, end); });
   return ffi::Error::Success();
 }

@@ -57,6 +57,12 @@ using Acc = typename AccOf<T>::type;
 template <typename T>
 inline constexpr int64_t kLanes = 64 / sizeof(T);
 
+// What loops that add up two sums call for.
+template <typename A>
+struct Two {
+  A first, second;
+};
+
 template <typename T>
 inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
 

@@ -832,13 +832,18 @@ template <typename A>
 ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
   const Grid grid = MakeGrid<A>(kernel.shape, kernel.column_tile, kernel.in_place);
   if (grid.chunks == 1) {
-    const int64_t grain = std::max<int64_t>(1, kGrainElements / (grid.width * grid.chunk));
-    ParallelFor(pool, grid.groups, grain, [&](int64_t begin, int64_t end) { RunWhole(kernel, grid, begin, end); });
+    ParallelFor(pool, grid.groups, grid.width * grid.chunk,
+                [&](int64_t begin, int64_t end) { RunWhole(kernel, grid, begin, end); });
     return ffi::Error::Success();
   }
 
   const int64_t stride = kernel.stats * grid.width, units = grid.groups * grid.parts;
   std::vector<A> stats(units * stride);
+  const auto for_each = [&](int64_t n, int64_t elements, const auto& body) {
+    ParallelFor(pool, n, elements, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(i);
+    });
+  };
   const auto statistics = [&](int64_t unit) {
     A* total = &stats[unit * stride];
     A chunk[kMaxStats * kMaxWidth<A>];
@@ -855,20 +860,21 @@ ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
       RunChunk(kernel, grid.tile(unit / grid.parts, i), kResults, total);
     }
   };
+  const int64_t part_elements = grid.width * grid.chunk * grid.part;
   if (grid.parts == 1) {
-    ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) {
+    for_each(units, part_elements, [&](int64_t unit) {
       statistics(unit);
       results(unit);
     });
     return ffi::Error::Success();
   }
   // A group that is too large for the cache is spread over the threads, step by step.
-  ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { statistics(unit); });
-  ParallelFor(pool, grid.groups, 1, [&](int64_t group, int64_t) {
+  for_each(units, part_elements, statistics);
+  for_each(grid.groups, grid.parts * stride, [&](int64_t group) {
     A* total = &stats[group * grid.parts * stride];
     for (int64_t i = 1; i < grid.parts; ++i) kernel.Merge(total + i * stride, total, grid.tile(group, 0).width);
   });
-  ParallelFor(pool, units, 1, [&](int64_t unit, int64_t) { results(unit); });
+  for_each(units, part_elements, results);
   return ffi::Error::Success();
 }
 

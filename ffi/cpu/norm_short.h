@@ -1,0 +1,245 @@
+// layer_norm and rms_norm of short rows without a mask, and their gradients: many rows at a time, as short_rows.h has them.
+#ifndef JAXNORM_CPU_NORM_SHORT_H_
+#define JAXNORM_CPU_NORM_SHORT_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "norm_args.h"
+#include "norm_rows.h"
+#include "short_rows.h"
+#include "simd.h"
+
+namespace jaxnorm {
+
+// The numbers of rows [row, row + n), of which an operand of all rows has one behind the other.
+template <typename A>
+JAXNORM_INLINE void LoadNumbers(const Operand& operand, const NormShape& shape, int64_t row, int64_t n, A* out) {
+  if (operand.elements == shape.rows()) {
+    std::copy_n(static_cast<const A*>(operand.data) + row, n, out);
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = *RowOf<A>(operand, {row + i, 0, 1});
+  }
+}
+
+// Rows [row, row + n) as loops read them.
+template <typename T>
+JAXNORM_INLINE const Acc<T>* ReadRows(const Operand& operand, const NormShape& shape, int64_t row, int64_t n,
+                                      bool in_place, Acc<T>* buffer) {
+  if (operand.elements == shape.size()) {
+    return ReadTile(static_cast<const T*>(operand.data) + row * shape.cols, n * shape.cols, in_place, buffer);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    ToAccRun(RowOf<T>(operand, {row + i, 0, shape.cols}), buffer + i * shape.cols, shape.cols);
+  }
+  return buffer;
+}
+
+template <typename A>
+JAXNORM_INLINE void AddRun(const A* from, A* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+}
+
+// Statistics as norm.cc finds them, with squares in rstd until there is nothing more to add.
+template <typename A>
+JAXNORM_INLINE void NormalizeTile(int64_t rows, int64_t columns, const A* values, bool center, A epsilon,
+                                  const A* factor, const A* shift, A* mean, A* rstd, A* out) {
+  const A inverse = A{1} / static_cast<A>(columns);
+  const auto value = [=](int64_t row, int64_t column) JAXNORM_INLINE_LAMBDA { return values[row * columns + column]; };
+  DispatchVector(columns, [=](auto vector) JAXNORM_INLINE_LAMBDA {
+    A* const squares = rstd;
+    if (center) {
+      SumRows<vector>(
+          rows, columns,
+          [=](int64_t row, int64_t column) JAXNORM_INLINE_LAMBDA { return Two<A>{value(row, column), A{0}}; }, mean,
+          static_cast<A*>(nullptr));
+#pragma omp simd
+      for (int64_t row = 0; row < rows; ++row) mean[row] *= inverse;
+      A deviations[kShortTileRows];
+      SumRows<vector>(
+          rows, columns,
+          [=](int64_t row, int64_t column) JAXNORM_INLINE_LAMBDA {
+            const A deviation = value(row, column) - mean[row];
+            return Two<A>{deviation, deviation * deviation};
+          },
+          deviations, squares);
+#pragma omp simd
+      for (int64_t row = 0; row < rows; ++row) {
+        const A correction = deviations[row] * inverse, corrected = squares[row] - deviations[row] * correction;
+        mean[row] += correction;
+        squares[row] = corrected < 0 ? A{0} : corrected;
+      }
+    } else {
+      std::fill_n(mean, rows, A{0});
+      SumRows<vector>(
+          rows, columns,
+          [=](int64_t row, int64_t column) JAXNORM_INLINE_LAMBDA {
+            const A x = value(row, column);
+            return Two<A>{x * x, A{0}};
+          },
+          squares, static_cast<A*>(nullptr));
+    }
+#pragma omp simd
+    for (int64_t row = 0; row < rows; ++row) rstd[row] = 1 / std::sqrt(squares[row] * inverse + epsilon);
+    WriteRows<vector>(
+        rows, columns,
+        [=](int64_t row, int64_t column) JAXNORM_INLINE_LAMBDA {
+          return (value(row, column) - mean[row]) * rstd[row] * factor[column] + shift[column];
+        },
+        out);
+  });
+}
+
+// These do a block's rows at once.
+template <typename T>
+struct ShortForward {
+  using A = Acc<T>;
+  static constexpr bool kShort = true;
+  const NormFwdArgs& args;
+
+  JAXNORM_INLINE void operator()(int64_t group, int64_t begin, int64_t end, A*) const {
+    static thread_local ShortTile<A> values, other, results;
+    const int64_t columns = args.shape.cols, step = RowsOfShortTile(columns);
+    ShortColumnNumbers<A> factor, shift;
+    const Chunk whole{0, 0, columns};
+    std::copy_n(LoadFactor<T>(args.scale, args.parameter_dtype, group, whole, args.scale_offset), columns, factor.data);
+    std::copy_n(LoadShift<T>(args.bias, args.parameter_dtype, group, whole), columns, shift.data);
+    for (int64_t row = begin; row < end; row += step) {
+      const int64_t n = std::min(step, end - row), size = n * columns;
+      const bool in_place = InPlace<T>((end - row) * columns - size);
+      const A* x = ReadRows<T>(args.x, args.shape, row, n, in_place && !args.residual, values.data);
+      if (args.residual) {
+        AddRun(ReadRows<T>(args.residual, args.shape, row, n, in_place, other.data), values.data, size);
+        // Rounded, because backward will see it so.
+        T* sum = static_cast<T*>(args.sum) + row * columns;
+        FromAccRun<T>(values.data, sum, size);
+        ToAccRun(sum, values.data, size);
+      }
+      T* y = static_cast<T*>(args.y) + row * columns;
+      A* out = WriteTile(y, in_place, results.data);
+      ShortRowNumbers<A> mean, rstd;
+      NormalizeTile(n, columns, x, args.center, static_cast<A>(args.epsilon), factor.data, shift.data, mean.data,
+                    rstd.data, out);
+      if (args.center) std::copy_n(mean.data, n, static_cast<A*>(args.mean) + row);
+      std::copy_n(rstd.data, n, static_cast<A*>(args.rstd) + row);
+      StoreTile(out, size, in_place, y);
+    }
+  }
+};
+
+template <typename T>
+struct ShortBackward {
+  using A = Acc<T>;
+  static constexpr bool kShort = true;
+  const NormBwdArgs& args;
+
+  JAXNORM_INLINE void operator()(int64_t group, int64_t begin, int64_t end, A* sums) const {
+    static thread_local ShortTile<A> first, second, results;
+    const int64_t columns = args.shape.cols, step = RowsOfShortTile(columns);
+    ShortColumnNumbers<A> factor, dscale, dbias;
+    std::copy_n(LoadFactor<T>(args.scale, args.parameter_dtype, group, {0, 0, columns}, args.scale_offset), columns,
+                factor.data);
+    for (int64_t row = begin; row < end; row += step) {
+      const int64_t n = std::min(step, end - row), size = n * columns;
+      const bool in_place = InPlace<T>((end - row) * columns - size);
+      const A* x = ReadRows<T>(args.x, args.shape, row, n, in_place, first.data);
+      const A* dy = ReadRows<T>(args.dy, args.shape, row, n, in_place, second.data);
+      ShortRowNumbers<A> mean, rstd;
+      LoadNumbers(args.rstd, args.shape, row, n, rstd.data);
+      if (args.center) {
+        LoadNumbers(args.mean, args.shape, row, n, mean.data);
+      } else {
+        std::fill_n(mean.data, n, A{0});
+      }
+      const Tile tile{n, columns, x, dy, mean.data, rstd.data, factor.data};
+      if (sums != nullptr) {
+        DispatchVector(columns, [&](auto vector) JAXNORM_INLINE_LAMBDA {
+          tile.template AddParameters<vector>(dscale.data, dbias.data);
+        });
+      }
+      if (args.dx != nullptr) {
+        T* dx = static_cast<T*>(args.dx) + row * columns;
+        A* out = WriteTile(dx, in_place, results.data);
+        DispatchVector(columns,
+                       [&](auto vector) JAXNORM_INLINE_LAMBDA { tile.template WriteDx<vector>(args.center, out); });
+        if (args.dsum) AddRun(ReadRows<T>(args.dsum, args.shape, row, n, in_place, first.data), out, size);
+        StoreTile(out, size, in_place, dx);
+      }
+    }
+    if (sums == nullptr) return;
+    for (int64_t i = 0; i < columns; ++i) {
+      sums[i] += dscale.data[i];
+      sums[columns + i] += dbias.data[i];
+    }
+  }
+
+ private:
+  struct Tile {
+    int64_t rows, columns;
+    const A* x;
+    const A* dy;
+    const A* mean;
+    const A* rstd;
+    const A* factor;
+
+    JAXNORM_INLINE A xhat(int64_t row, int64_t column) const {
+      return (x[row * columns + column] - mean[row]) * rstd[row];
+    }
+    JAXNORM_INLINE A w(int64_t row, int64_t column) const { return dy[row * columns + column] * factor[column]; }
+
+    template <int64_t kVector>
+    JAXNORM_INLINE void AddParameters(A* dscale, A* dbias) const {
+      const Tile tile = *this;
+      for (int64_t column = 0; column < columns; column += kVector) {
+        A of_scale[kVector] = {}, of_bias[kVector] = {};
+        for (int64_t row = 0; row < rows; ++row) {
+#pragma omp simd
+          for (int64_t i = 0; i < kVector; ++i) {
+            const A g = tile.dy[row * tile.columns + column + i];
+            of_scale[i] += g * tile.xhat(row, column + i);
+            of_bias[i] += g;
+          }
+        }
+#pragma omp simd
+        for (int64_t i = 0; i < kVector; ++i) {
+          dscale[column + i] += of_scale[i];
+          dbias[column + i] += of_bias[i];
+        }
+      }
+    }
+
+    template <int64_t kVector>
+    JAXNORM_INLINE void WriteDx(bool center, A* dx) const {
+      const Tile tile = *this;
+      A of_w[kShortTileRows], of_product[kShortTileRows];
+      SumRows<kVector>(
+          rows, columns,
+          [=](int64_t row, int64_t column) JAXNORM_INLINE_LAMBDA {
+            const A w = tile.w(row, column);
+            return Two<A>{w, w * tile.xhat(row, column)};
+          },
+          of_w, of_product);
+      const A inverse = A{1} / static_cast<A>(columns);
+#pragma omp simd
+      for (int64_t row = 0; row < rows; ++row) {
+        of_w[row] = center ? of_w[row] * inverse : A{0};
+        of_product[row] *= inverse;
+      }
+      const A* means_of_w = of_w;
+      const A* means_of_product = of_product;
+      WriteRows<kVector>(
+          rows, columns,
+          [=](int64_t row, int64_t column) JAXNORM_INLINE_LAMBDA {
+            const A drift = means_of_w[row] + tile.xhat(row, column) * means_of_product[row];
+            return tile.rstd[row] * (tile.w(row, column) - drift);
+          },
+          dx);
+    }
+  };
+};
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CPU_NORM_SHORT_H_

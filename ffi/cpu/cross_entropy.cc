@@ -137,15 +137,24 @@ JAXNORM_SIMD_CLONES void SumShortRows(const T* x, int64_t rows, int64_t columns,
 // Lines of kMaxWidth rows that lie side by side, which stay in the second-level cache.
 inline constexpr int64_t kBlockLines = 32;
 
+// The sums of as many rows.
+template <typename A>
+struct BlockSums {
+  alignas(64) A max[kMaxWidth<A>], sum[kMaxWidth<A>], deviation[kMaxWidth<A>];
+};
+
 // The same for `rows` <= kMaxWidth rows side by side, of which the elements of a class make a line; lines lie `pitch`
 // elements apart.
 template <typename T>
 JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, bool smooth,
-                                  RowSums<Acc<T>>* result, Acc<T>* log_sum) {
+                                  BlockSums<Acc<T>>* result) {
   using A = Acc<T>;
   constexpr bool kDirect = std::is_same_v<T, A>;
   alignas(64) static thread_local A buffer[kDirect ? 1 : kBlockLines * kMaxWidth<A>];
-  alignas(64) A max[kMaxWidth<A>], next[kMaxWidth<A>], sum[kMaxWidth<A>], deviation[kMaxWidth<A>];
+  alignas(64) A max[kMaxWidth<A>];
+  A* next = result->max;
+  A* sum = result->sum;
+  A* deviation = result->deviation;
   for (int64_t r = 0; r < rows; ++r) next[r] = -kInfinity<A>;
   std::fill_n(sum, rows, A{0});
   std::fill_n(deviation, rows, A{0});
@@ -174,16 +183,34 @@ JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64
       for (int64_t r = 0; r < rows; ++r) deviation[r] += z[r] - FiniteShift(next[r]);
     }
   }
-#pragma omp simd
-  for (int64_t r = 0; r < rows; ++r) log_sum[r] = Log(sum[r]);
-  for (int64_t r = 0; r < rows; ++r) result[r] = {next[r], sum[r], deviation[r], static_cast<A>(columns)};
 }
 
-// Numbers of such rows. `valid`: the label is a class, of which the logit is x_label. Those of smoothing are in `base`.
+// The labels of as many rows. `valid`: the label is a class, of which the logit is x_label.
 template <typename A>
-struct BlockNumbers {
-  alignas(64) A lse[kMaxWidth<A>], a[kMaxWidth<A>], b[kMaxWidth<A>], base[kMaxWidth<A>], x_label[kMaxWidth<A>];
+struct BlockLabels {
+  alignas(64) A x_label[kMaxWidth<A>];
   alignas(64) int32_t labels[kMaxWidth<A>], valid[kMaxWidth<A>];
+};
+
+// Their results, as FinishRow has them for one.
+template <typename A>
+JAXNORM_SIMD_CLONES void FinishBlock(const BlockSums<A>& sums, const BlockLabels<A>& of, int64_t rows, int64_t columns,
+                                     A smoothing, A* lse, A* nll) {
+  const A of_label = 1 - smoothing, of_class = smoothing / static_cast<A>(columns);
+#pragma omp simd
+  for (int64_t r = 0; r < rows; ++r) {
+    const A shift = FiniteShift(sums.max[r]), log_sum = Log(sums.sum[r]);
+    const A picked = (of.x_label[r] - shift) * of_label, spread = sums.deviation[r] * of_class;
+    const A loss = log_sum - (smoothing < 1 ? picked : A{0}) - (smoothing != 0 ? spread : A{0});
+    lse[r] = shift + log_sum;
+    nll[r] = of.valid[r] != 0 ? loss : std::numeric_limits<A>::quiet_NaN();
+  }
+}
+
+// What the backward needs besides. Those of smoothing are in `base`.
+template <typename A>
+struct BlockNumbers : BlockLabels<A> {
+  alignas(64) A lse[kMaxWidth<A>], a[kMaxWidth<A>], b[kMaxWidth<A>], base[kMaxWidth<A>];
 };
 
 // The results at the labels: a * e^(x - lse) - base - b_label * b.
@@ -355,15 +382,6 @@ ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
   return ffi::Error::Success();
 }
 
-template <typename T>
-void ForwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
-  using A = Acc<T>;
-  RowSums<A> sums[kMaxWidth<A>];
-  A log_sums[kMaxWidth<A>];
-  SumBlock(RowOf<T>(args.x, row), args.shape.inner, rows, args.shape.axis, args.smoothing != 0, sums, log_sums);
-  for (int64_t r = 0; r < rows; ++r) FinishRow<T>(args, row + r, nullptr, sums[r], log_sums[r]);
-}
-
 // Numbers of rows [row, row + rows), which an operand of all rows has one behind the other.
 template <typename U>
 void LoadNumbers(const CrossEntropyArgs& args, const Operand& operand, int64_t row, int64_t rows, U* out) {
@@ -374,21 +392,42 @@ void LoadNumbers(const CrossEntropyArgs& args, const Operand& operand, int64_t r
   }
 }
 
-// Those of rows [row, row + rows), which begin at x, `row_pitch` elements apart; from class to class it is `pitch`.
+// The labels of rows [row, row + rows), which begin at x, `row_pitch` elements apart; from class to class it is `pitch`.
+template <typename T>
+void LoadLabels(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch, int64_t pitch,
+                BlockLabels<Acc<T>>* of) {
+  LoadNumbers(args, args.labels, row, rows, of->labels);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int32_t label = of->labels[r];
+    of->valid[r] = label >= 0 && label < args.shape.axis;
+    of->x_label[r] = of->valid[r] ? ToAcc(x[label * pitch + r * row_pitch]) : Acc<T>{0};
+  }
+}
+
+template <typename T>
+void ForwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
+  using A = Acc<T>;
+  const int64_t pitch = args.shape.inner, columns = args.shape.axis;
+  const T* x = RowOf<T>(args.x, row);
+  BlockSums<A> sums;
+  BlockLabels<A> of;
+  SumBlock(x, pitch, rows, columns, args.smoothing != 0, &sums);
+  LoadLabels(args, x, row, rows, 1, pitch, &of);
+  FinishBlock(sums, of, rows, columns, static_cast<A>(args.smoothing), static_cast<A*>(args.lse_out) + row,
+              static_cast<A*>(args.nll) + row);
+}
+
+// The same and the other numbers.
 template <typename T>
 void LoadBlockNumbers(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch,
                       int64_t pitch, BlockNumbers<Acc<T>>* of) {
   using A = Acc<T>;
-  LoadNumbers(args, args.labels, row, rows, of->labels);
+  LoadLabels(args, x, row, rows, row_pitch, pitch, of);
   LoadNumbers(args, args.lse, row, rows, of->lse);
   LoadNumbers(args, args.a, row, rows, of->a);
   LoadNumbers(args, args.b, row, rows, of->b);
   const A of_class = static_cast<A>(args.smoothing) / static_cast<A>(args.shape.axis);
-  for (int64_t r = 0; r < rows; ++r) {
-    of->valid[r] = of->labels[r] >= 0 && of->labels[r] < args.shape.axis;
-    of->base[r] = of->b[r] * of_class;
-    of->x_label[r] = of->valid[r] ? ToAcc(x[of->labels[r] * pitch + r * row_pitch]) : A{0};
-  }
+  for (int64_t r = 0; r < rows; ++r) of->base[r] = of->b[r] * of_class;
 }
 
 template <typename T>

@@ -18,6 +18,7 @@
 #include "bits.h"
 #include "loops.h"
 #include "parallel.h"
+#include "short_rows.h"
 #include "simd.h"
 
 namespace jaxnorm {
@@ -513,14 +514,32 @@ struct Sums {
   }
 
   // Runs of `n` elements of adjoining channels, kRun elements together at most.
-  JAXNORM_INLINE void Runs(int64_t group, int64_t begin, int64_t n, int64_t first, int64_t last,
+  JAXNORM_INLINE void Runs(int64_t group, int64_t group_size, int64_t begin, int64_t n, int64_t first, int64_t last,
                            const Partials<A>& out) const {
-    alignas(64) Source<T> x_buffer[kStageSize<T>(kRun)], dy_buffer[kStageSize<T>(kRun)];
-    alignas(64) T selected[kBits ? kRun : 1];
+    alignas(64) Source<T> x_buffer[kStageSize<T>(kRun + kWidestVector)], dy_buffer[kStageSize<T>(kRun + kWidestVector)];
+    alignas(64) T selected[kBits ? kRun + kWidestVector : 1];
     const int64_t size = (last - first) * n;
     const Source<T>* all_dy = LoadCotangent<T, kBits, kRun>(args, group, begin, size, selected, dy_buffer);
     const Source<T>* all_x = nullptr;
     if constexpr (kScale) all_x = Stage(args.x.Group<T>(group) + begin, size, x_buffer);
+    if (n <= kShortRow && begin + size + kWidestVector <= group_size) {  // as short_rows.h has them
+      A dbias[kRun / kShortRun], dscale[kRun / kShortRun];
+      const A* means = kScale ? args.mean.Group<A>(group) + first : nullptr;
+      SumRows<kWidestVector>(
+          last - first, n,
+          [=](int64_t r, int64_t i) JAXNORM_INLINE_LAMBDA {
+            const A g = ToAcc(all_dy[r * n + i]);
+            if constexpr (kScale) return Two<A>{g, g * (ToAcc(all_x[r * n + i]) - means[r])};
+            return Two<A>{g, A{0}};
+          },
+          dbias, dscale);
+#pragma omp simd
+      for (int64_t r = 0; r < last - first; ++r) {
+        out.first[first + r] += dbias[r];
+        out.second[first + r] += dscale[r];
+      }
+      return;
+    }
     for (int64_t channel = first; channel < last; ++channel) {
       const int64_t at = (channel - first) * n;
       const Source<T>* dy = all_dy + at;
@@ -546,7 +565,7 @@ struct Sums {
       const int64_t at = step % view.chunks * kRun, n = std::min(kRun, view.inner - at);
       for (int64_t c = unit.first; c < unit.last; c += together) {
         const int64_t begin = (step / view.chunks * view.channels + c) * view.inner + at;
-        Runs(unit.group, begin, n, c, std::min(unit.last, c + together), out);
+        Runs(unit.group, view.size, begin, n, c, std::min(unit.last, c + together), out);
       }
     }
   }

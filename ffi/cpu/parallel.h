@@ -12,13 +12,11 @@
 
 namespace jaxnorm {
 
-// Elements in one piece of work: about 5 us.
+// Elements in one unit of work: about 5 us. Waking a thread costs about as much, so smaller arrays stay on the caller.
 inline constexpr int64_t kGrainElements = 32 * 1024;
-// Elements for which a thread more is woken. That takes 5 us, and 40 us in a virtual machine, where it is often woken too
-// late to be of use.
-inline constexpr int64_t kThreadElements = 64 * 1024;
-// How long the caller watches for the end of the others' last pieces before it sleeps, for the same reason.
-inline constexpr std::chrono::microseconds kWatch(30);
+// How long the caller watches for the end of the others' last pieces before it sleeps, which in a virtual machine it does
+// not wake from for 40 us.
+inline constexpr std::chrono::microseconds kWatch(60);
 
 // The most neighbouring rows that one piece of work has where rows lie side by side: a page of memory. Lines of 256 bytes
 // took twice the time, since each one costs a look-up of its page, and threads that write to one page for the first time
@@ -60,7 +58,7 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t n, int64_t elements, const Body&
       if (state->pending.fetch_sub(1, std::memory_order_acq_rel) == 1) state->pending.notify_one();
     }
   };
-  const int64_t threads = std::min({pool.num_threads(), pieces, n * elements / kThreadElements});
+  const int64_t threads = std::min(pool.num_threads(), pieces);
   for (int64_t i = 1; i < threads; ++i) pool.Schedule(decltype(run)(run));  // Schedule compiles for an rvalue only
   run();
   const auto sleep = std::chrono::steady_clock::now() + kWatch;

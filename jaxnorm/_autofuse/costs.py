@@ -95,7 +95,7 @@ TABLE = (
         "with a mask or bias",
         (
             Figures("H200", (1.62, 3.38), (1.66, 2.69), _SOFTMAX),
-            Figures("CPU", (1.64, 3.09), (1.94, 2.62), _CPU),
+            Figures("CPU", (1.94, 2.97), (2.07, 2.66), _CPU),
         ),
     ),
     Rule(
@@ -105,7 +105,7 @@ TABLE = (
         "XLA fuses it with its neighbours",  # h200-program.json has it within attention
         (
             Figures("H200", (0.99, 1.33), (1.23, 1.52), _SOFTMAX),
-            Figures("CPU", (1.25, 6.41), (1.34, 3.70), _CPU),
+            Figures("CPU", (1.19, 6.95), (1.40, 4.37), _CPU),
         ),
     ),
     Rule(
@@ -115,7 +115,7 @@ TABLE = (
         "long rows, or an axis that is not the last",
         (
             Figures("H200", (1.81, 2.53), (1.46, 2.16), _SOFTMAX),
-            Figures("CPU", (1.49, 2.78), (1.54, 2.43), _CPU),
+            Figures("CPU", (1.38, 2.62), (1.53, 2.57), _CPU),
         ),
     ),
     Rule(
@@ -131,7 +131,7 @@ TABLE = (
         "rows of at most 8192",
         (
             Figures("H200", (0.98, 1.45), (2.45, 3.47), ("h200-rms_norm.json",)),
-            Figures("CPU", (1.13, 2.27), (1.77, 2.07), _CPU),
+            Figures("CPU", (1.38, 2.38), (1.70, 2.22), _CPU),
         ),
     ),
     Rule(
@@ -141,7 +141,7 @@ TABLE = (
         "",
         (
             Figures("H200", (1.31, 2.37), (2.26, 4.74), _NORM),
-            Figures("CPU", (1.05, 2.30), (1.41, 3.98), _CPU),
+            Figures("CPU", (1.18, 2.95), (1.58, 4.50), _CPU),
         ),
     ),
     Rule(
@@ -171,7 +171,7 @@ TABLE = (
         "keeps one bit per element; XLA's own code where it is not differentiated",
         (
             Figures("H200", (1.00, 1.00), (1.39, 1.95), ("h200-relu.json", "h200-add_relu.json")),
-            Figures("CPU", (0.96, 1.07), (1.51, 2.41), _CPU),
+            Figures("CPU", (0.96, 1.15), (1.37, 2.75), _CPU),
         ),
     ),
     # A loss that nothing differentiates costs a fraction of its logits. What its derivative costs is in

@@ -88,7 +88,7 @@ def test_numbers_of_short_rows(columns, options):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("columns", [2, 4, 5, 8, 13, 24, 100, 128])
+@pytest.mark.parametrize("columns", [2, 5, 13, 100, 128])
 def test_tiles_of_short_rows(dtype, columns):
     """Vectors reach into the next row, and must leave it as it is: also where that is NaN, or its label no class."""
     x, labels = rand((1203, columns), dtype), some_labels(1203, columns)

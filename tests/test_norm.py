@@ -166,7 +166,7 @@ def test_many_rows(op, shape):
 
 @ops
 @dtypes
-@pytest.mark.parametrize("columns", [2, 4, 5, 8, 13, 24, 64, 100, 192])
+@pytest.mark.parametrize("columns", [2, 5, 13, 64, 192])
 def test_short_rows(op, dtype, columns):
     """CPU kernels work on many rows so short at once; here in several tiles, the last one not whole."""
     x = rand((2503, columns), dtype)
@@ -176,7 +176,7 @@ def test_short_rows(op, dtype, columns):
 
 @ops
 @dtypes
-@pytest.mark.parametrize("columns", [1, 3, 7, 20, 65])
+@pytest.mark.parametrize("columns", [3, 7, 20, 65])
 def test_nan_stays_in_its_row(op, dtype, columns):
     """Vectors that reach into the next row take nothing from it."""
     x, dy = rand((700, columns), dtype), rand((700, columns), dtype, 1)

@@ -382,21 +382,11 @@ ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
   return ffi::Error::Success();
 }
 
-// Numbers of rows [row, row + rows), which an operand of all rows has one behind the other.
-template <typename U>
-void LoadNumbers(const CrossEntropyArgs& args, const Operand& operand, int64_t row, int64_t rows, U* out) {
-  if (operand.elements == args.shape.rows()) {
-    std::copy_n(static_cast<const U*>(operand.data) + row, rows, out);
-  } else {
-    for (int64_t r = 0; r < rows; ++r) out[r] = *RowOf<U>(operand, row + r);
-  }
-}
-
 // The labels of rows [row, row + rows), which begin at x, `row_pitch` elements apart; from class to class it is `pitch`.
 template <typename T>
 void LoadLabels(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch, int64_t pitch,
                 BlockLabels<Acc<T>>* of) {
-  LoadNumbers(args, args.labels, row, rows, of->labels);
+  LoadNumbers(args.labels, args.shape.rows(), row, rows, of->labels);
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t label = of->labels[r];
     of->valid[r] = label >= 0 && label < args.shape.axis;
@@ -423,9 +413,9 @@ void LoadBlockNumbers(const CrossEntropyArgs& args, const T* x, int64_t row, int
                       int64_t pitch, BlockNumbers<Acc<T>>* of) {
   using A = Acc<T>;
   LoadLabels(args, x, row, rows, row_pitch, pitch, of);
-  LoadNumbers(args, args.lse, row, rows, of->lse);
-  LoadNumbers(args, args.a, row, rows, of->a);
-  LoadNumbers(args, args.b, row, rows, of->b);
+  LoadNumbers(args.lse, args.shape.rows(), row, rows, of->lse);
+  LoadNumbers(args.a, args.shape.rows(), row, rows, of->a);
+  LoadNumbers(args.b, args.shape.rows(), row, rows, of->b);
   const A of_class = static_cast<A>(args.smoothing) / static_cast<A>(args.shape.axis);
   for (int64_t r = 0; r < rows; ++r) of->base[r] = of->b[r] * of_class;
 }

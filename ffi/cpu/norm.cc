@@ -264,7 +264,6 @@ JAXNORM_SIMD_CLONES void RunBlock(const Kernel& kernel, const Grid& grid, int64_
   const int64_t group = grid.group(block), first = grid.first_row(block), end = grid.last_row(block);
   if constexpr (Kernel::kShort) {
     kernel(group, first, end, sums);
-    return;
   } else {
     typename Kernel::Parameters parameters;
     if (grid.chunks == 1) parameters = kernel.Load(group, grid.at(0, 0));

@@ -1,4 +1,5 @@
-// layer_norm and rms_norm of short rows without a mask, and their gradients: many rows at a time, as short_rows.h has them.
+// layer_norm and rms_norm of short rows without a mask, and their gradients: many rows at a time, as short_rows.h has
+// them.
 #ifndef JAXNORM_CPU_NORM_SHORT_H_
 #define JAXNORM_CPU_NORM_SHORT_H_
 
@@ -12,16 +13,6 @@
 #include "simd.h"
 
 namespace jaxnorm {
-
-// The numbers of rows [row, row + n), of which an operand of all rows has one behind the other.
-template <typename A>
-JAXNORM_INLINE void LoadNumbers(const Operand& operand, const NormShape& shape, int64_t row, int64_t n, A* out) {
-  if (operand.elements == shape.rows()) {
-    std::copy_n(static_cast<const A*>(operand.data) + row, n, out);
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = *RowOf<A>(operand, {row + i, 0, 1});
-  }
-}
 
 // Rows [row, row + n) as loops read them.
 template <typename T>
@@ -147,9 +138,9 @@ struct ShortBackward {
       const A* x = ReadRows<T>(args.x, args.shape, row, n, in_place, first.data);
       const A* dy = ReadRows<T>(args.dy, args.shape, row, n, in_place, second.data);
       ShortRowNumbers<A> mean, rstd;
-      LoadNumbers(args.rstd, args.shape, row, n, rstd.data);
+      LoadNumbers(args.rstd, args.shape.rows(), row, n, rstd.data);
       if (args.center) {
-        LoadNumbers(args.mean, args.shape, row, n, mean.data);
+        LoadNumbers(args.mean, args.shape.rows(), row, n, mean.data);
       } else {
         std::fill_n(mean.data, n, A{0});
       }

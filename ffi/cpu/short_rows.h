@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "bits.h"
+#include "buffers.h"
 #include "simd.h"
 
 namespace jaxnorm {
@@ -37,6 +38,17 @@ template <typename A>
 struct alignas(64) ShortColumnNumbers {
   A data[kShortRow + kWidestVector] = {};
 };
+
+// The numbers of rows [row, row + n), of which an operand of all `rows` has one behind the other.
+template <typename U>
+JAXNORM_INLINE void LoadNumbers(const Operand& operand, int64_t rows, int64_t row, int64_t n, U* out) {
+  const U* data = static_cast<const U*>(operand.data);
+  if (operand.elements == rows) {
+    std::copy_n(data + row, n, out);
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = data[operand.view.RowOffset(row + i)];
+  }
+}
 
 inline int64_t RowsOfShortTile(int64_t columns) { return std::min(kShortTileRows, kShortTileElements / columns); }
 
@@ -97,7 +109,8 @@ JAXNORM_INLINE A Keep(BitsOf<A> keep, A x) {
   return std::bit_cast<A>(std::bit_cast<BitsOf<A>>(x) & keep);
 }
 
-// Sums over each row of both values of f(row, column), which is called for columns beyond the last one too. `second` may be null.
+// Sums over each row of both values of f(row, column), which is called for columns beyond the last one too. `second` may
+// be null.
 template <int64_t kVector, typename A, typename F>
 JAXNORM_INLINE void SumRows(int64_t rows, int64_t columns, const F& f, A* first, A* second) {
   const int64_t whole = columns & -kVector;

@@ -270,6 +270,7 @@ def define_primitive(
     fits: Callable[..., bool] = lambda *avals, **params: True,
     scratch: Callable[..., int] | None = None,
     not_on_cuda: tuple[int, ...] = (),
+    in_place: Callable[..., tuple[int, int] | None] | None = None,
 ) -> Primitive:
     """Builds the primitive `jaxnorm_<name>`, which has several results, from its parts.
 
@@ -289,6 +290,8 @@ def define_primitive(
         additional result.
       not_on_cuda: positions of operands that the CUDA call does not take, because its kernel computes them again.
         What computes them otherwise is dead code then, unless something else uses it.
+      in_place: (**params) -> positions of an operand and of the result that may take its memory, if there are such. The
+        kernels must be right then; whether a call does so, `_dies_here` decides.
 
     Returns:
       The primitive, without differentiation and batching rules.
@@ -372,22 +375,47 @@ def define_primitive(
         if extra is not None:
             aval = ShapedArray((extra,), np.float32)
             ctx = ctx.replace(avals_out=[*ctx.avals_out, aval])
+        aliases = {}
+        # Not on GPUs: there the kernels have not been tested so.
+        if in_place and platform == "cpu" and (positions := in_place(**params)):
+            operand, result = positions
+            alike = _layout(ctx.avals_in[operand]) == _layout(ctx.avals_out[result])
+            aliases = {operand: result} if alike and _dies_here(operands[operand]) else {}
         if platform == "cuda" and not_on_cuda:
             taken = [i for i in range(len(operands)) if i not in not_on_cuda]
             ctx = ctx.replace(avals_in=[ctx.avals_in[i] for i in taken])
             operands = [operands[i] for i in taken]
-        results = jax.ffi.ffi_lowering(target)(ctx, *operands, **attributes(**params))
+        lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+        results = lower(ctx, *operands, **attributes(**params))
         return results if extra is None else results[:-1]
 
     mlir.register_lowering(primitive, lower_default)
     for platform in _lib.PLATFORMS:
-        mlir.register_lowering(
-            primitive, functools.partial(lower_kernel, platform), platform=platform
-        )
+        # A rule that JAX caches sees nothing of the program around the call.
+        rule = functools.partial(lower_kernel, platform)
+        mlir.register_lowering(primitive, rule, platform=platform, cacheable=in_place is None)
     # custom_partitioning needs the devices while its call is lowered. jit decides by looking for primitives in this
     # set, and does not see through a lowering rule.
     dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
+
+
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
+
+
+def _dies_here(value) -> bool:
+    """Whether nothing but this call will read an operand, as far as a lowering rule can know.
+
+    XLA takes an operand's memory for a result only where it is told to, and copies what is read again. What is lowered
+    later is not known here. But the cotangent that a product's transpose makes is the product's own: it goes to the
+    operation whose result was multiplied, and nowhere else. (That of a sum is one array for all its terms.)
+    """
+    name = getattr(value.owner, "name", "")  # an argument belongs to a block, which has none
+    return name in _PRODUCTS and not list(value.uses)
+
+
+def _layout(aval):
+    return aval.shape, aval.dtype
 
 
 def _placement(ctx) -> str:

@@ -748,6 +748,7 @@ norm_bwd_p = define_primitive(
     sharding_rule=broadcast_sharding_rule,
     partition=partial(_partition, _bwd_local),
     scratch=_bwd_scratch,
+    in_place=lambda *, need, **_: (1, 0) if need & X else None,  # dx for dy
 )
 
 

@@ -135,6 +135,8 @@ struct ShortBackward {
     for (int64_t row = begin; row < end; row += step) {
       const int64_t n = std::min(step, end - row), size = n * columns;
       const bool in_place = InPlace<T>((end - row) * columns - size);
+      // What a row writes beyond its end would be in the place of dy that the next one has yet to read.
+      const bool write_in_place = in_place && args.dx != args.dy.data;
       const A* x = ReadRows<T>(args.x, args.shape, row, n, in_place, first.data);
       const A* dy = ReadRows<T>(args.dy, args.shape, row, n, in_place, second.data);
       ShortRowNumbers<A> mean, rstd;
@@ -152,11 +154,11 @@ struct ShortBackward {
       }
       if (args.dx != nullptr) {
         T* dx = static_cast<T*>(args.dx) + row * columns;
-        A* out = WriteTile(dx, in_place, results.data);
+        A* out = WriteTile(dx, write_in_place, results.data);
         DispatchVector(columns,
                        [&](auto vector) JAXNORM_INLINE_LAMBDA { tile.template WriteDx<vector>(args.center, out); });
         if (args.dsum) AddRun(ReadRows<T>(args.dsum, args.shape, row, n, in_place, first.data), out, size);
-        StoreTile(out, size, in_place, dx);
+        StoreTile(out, size, write_in_place, dx);
       }
     }
     if (sums == nullptr) return;

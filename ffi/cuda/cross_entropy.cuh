@@ -52,7 +52,7 @@ struct CrossEntropyRows {
   static constexpr int kInputs = 1;        // x
   static constexpr int kColumnInputs = 1;  // x
   static constexpr int kUnroll = 2;
-  static constexpr bool kBundles = false;
+  static constexpr bool kRare = false;
   static constexpr Acc factor = kUnit<T>;  // units per x
   // The sums of a Partial besides that of the exponentials: deviations, and classes that take part (kGeneral).
   static constexpr int kCount = kSmooth ? 1 : 0;

@@ -41,16 +41,15 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
           if (slots > MaxBundleSlots(plain.center) && LaunchNormFwdLong(*device, stream, plain, slots, name, &status)) {
             return status;
           }
+          if (LaunchNormFwdBundles(*device, stream, plain, scratch, name, &status)) return status;
         }
         return LaunchRow(*device, stream, plain, slots, name);
       }
       if (full) {
-        if (!ragged.grouped && LaunchNormFwdRagged(*device, stream, ragged, name, &status)) return status;
-        NormFwd<T, Mode::kRagged, /*kShifted=*/true> bundled(args);
-        BlockPlan plan;
-        const int rows = PlanBundles(*device, bundled, slots, plan);
-        if (rows > 0 && bundled.ShiftParameters(*device, stream, scratch, name, &status)) {
-          return status.failure() ? status : LaunchBundles(*device, stream, bundled, rows, plan, name);
+        if (!ragged.grouped) {
+          if (LaunchNormFwdRagged(*device, stream, ragged, name, &status)) return status;
+          const NormFwd<T, Mode::kRagged, /*kShifted=*/true> shifted(args);
+          if (LaunchNormFwdBundles(*device, stream, shifted, scratch, name, &status)) return status;
         }
         return LaunchRow(*device, stream, ragged, slots, name);
       }

@@ -105,8 +105,7 @@ struct NormFwd {
   static constexpr int kColumnInputs = 1;  // x
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral || sizeof(T) == 2 ? 1 : 2;  // more blocks at once are worth more
-  static constexpr bool kBundles = kMode == Mode::kPlain || kShifted;
-  static constexpr int kPairSlots = 512;
+  static constexpr bool kRare = kMode == Mode::kPlain;
   static constexpr unsigned kAllElements = (1u << kVec) - 1;
 
   // What every call reads comes first, in few lines of the constant cache.
@@ -189,10 +188,6 @@ struct NormFwd {
     asm("" : "+l"(row));  // as in DeviceParameter
     const int64_t group = grouped ? index / rows_per_group : 0;
     Row r = {row, {row, cols}, {}, {}, {}, sum + index * cols, scale.Row(group), bias.Row(group)};
-    if constexpr (kShifted) {
-      r.scale = Shift(r.scale, r.grid.skew);
-      r.bias = Shift(r.bias, r.grid.skew);
-    }
     if constexpr (kGeneral) {
       r.x = OperandRow<T>(x, index);
       r.residual = OperandRow<T>(residual, index);
@@ -204,11 +199,12 @@ struct NormFwd {
     return r;
   }
 
-  __device__ __forceinline__ const void* Shift(const void* copies, int skew) const {
-    if (copies == nullptr) return nullptr;
+  // What rows that begin `skew` elements after a slot have of a parameter that is not grouped.
+  __device__ __forceinline__ const void* Shifted(const DeviceParameter<T>& parameter, int skew) const {
+    if (!kShifted || parameter.data == nullptr) return parameter.data;
     const int count = narrow ? kVecSize<T> : kVecSize<Acc>;
     const int64_t bytes = ShiftedCopies::Column0(skew, cols, count) * (kVecBytes / count);
-    return static_cast<const char*>(copies) + bytes;
+    return static_cast<const char*>(parameter.data) + bytes;
   }
 
   __device__ __forceinline__ const OperandRow<T>& Input(const Row& row, int k) const {
@@ -322,28 +318,10 @@ struct NormFwd {
     return {count, mean + shift, corrected < 0 ? Acc(0) : corrected};  // not fmax, which would drop NaN
   }
 
-  // ---- Bundles ----
-
-  __host__ __device__ __forceinline__ bool CanBundle() const { return !grouped; }
-  int MaxBundleRows(int slots) const { return kMode == Mode::kPlain && center && slots <= kPairSlots ? 2 : 4; }
-
-  __device__ __forceinline__ Row RowAfter(Row row, int64_t elements) const {
-    row.y += elements;
-    row.sum += elements;
-    return row;
-  }
-
-  __device__ __forceinline__ void Combine(const Row& row, int slot, Vec<T, kVec>& x, const Vec<T, kVec>& added) const {
-    x = AddRounded(x, added);
-    StoreSum(row, row.grid.First(slot), x);
-  }
-  __device__ __forceinline__ void DecodeCombined(const Row& row, int slot, const Vec<T, kVec>& s, Slot& out) const {
-    out.s = s;
-    Skip<false>(row, slot, out);
-  }
+  // ---- Running sums, for rows that a thread has many slots of ----
 
   // Sums of the deviations from a pivot and of their squares: three operations for each element and nothing to merge.
-  // The pivot is the mean of this thread's first slot, or an element if that is not full. However far it lies from the
+  // The pivot is the mean of this thread's first slot, if it has no element before. However far it lies from the
   // mean of all, its own elements add as much to the squares, each, so that no more than the ratio of the two counts
   // is lost to cancellation.
   template <int kN>
@@ -352,18 +330,17 @@ struct NormFwd {
     Acc pivot[kN], sum[kN], squares[kN];
   };
 
-  // The rows lie alike on the grid, so what is skipped is the same in all.
+  // A slot of each of kN rows.
   template <typename Center, int kN>
-  __device__ __forceinline__ void Accumulate(Center center, const Slot (&slots)[kN], Running<kN>& running) const {
+  __device__ __forceinline__ void Accumulate(Center center, const Vec<T, kVec> (&slots)[kN],
+                                             Running<kN>& running) const {
     Acc values[kN][kVec];
 #pragma unroll
-    for (int r = 0; r < kN; ++r) ToAccAll(slots[r].s, values[r]);
-    const unsigned skipped = kMode == Mode::kPlain ? 0 : slots[0].skipped;
-    const int count = kVec - (kMode == Mode::kPlain ? 0 : __popc(skipped));
+    for (int r = 0; r < kN; ++r) ToAccAll(slots[r], values[r]);
     if (center && running.count == 0) {
 #pragma unroll
       for (int r = 0; r < kN; ++r) {
-        // Either way exact if they are equal: then their variance is 0.
+        // Exact if they are equal: then their variance is 0.
         Acc sums[kVec];
 #pragma unroll
         for (int i = 0; i < kVec; ++i) sums[i] = values[r][i];
@@ -373,24 +350,9 @@ struct NormFwd {
           for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
         }
         running.pivot[r] = sums[0] * (Acc(1) / kVec);
-        if (skipped != 0) {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            if (!(skipped >> i & 1)) running.pivot[r] = values[r][i];
-          }
-        }
       }
     }
-    running.count += static_cast<Acc>(count);
-    if (skipped != 0) {
-#pragma unroll
-      for (int r = 0; r < kN; ++r) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          if (skipped >> i & 1) values[r][i] = center ? running.pivot[r] : Acc(0);  // deviates by 0
-        }
-      }
-    }
+    running.count += static_cast<Acc>(kVec);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
 #pragma unroll
@@ -402,6 +364,7 @@ struct NormFwd {
     }
   }
 
+  // Those of the thread.
   template <typename Center, int kN>
   __device__ __forceinline__ void Totals(Center center, const Running<kN>& running, Partial (&totals)[kN]) const {
     const Acc inverse = Partial::Inverse(running.count);
@@ -418,14 +381,19 @@ struct NormFwd {
 
   template <typename Center, int kN>
   __device__ __forceinline__ void MergeLanes(Center center, Partial (&p)[kN], int width) const {
-    const auto add = [](Acc a, Acc b) { return a + b; };
-    const Acc count = LaneReduce(p[0].count, width, add), inverse = Partial::Inverse(count);
+    const Acc count = LaneReduce(p[0].count, width, [](Acc a, Acc b) { return a + b; });
+    MergeLanes(center, p, width, count, Partial::Inverse(count));
+  }
+
+  // Given the count of all, and 1 / count.
+  template <typename Center, int kN>
+  __device__ __forceinline__ void MergeLanes(Center center, Partial (&p)[kN], int width, Acc count, Acc inverse) const {
 #pragma unroll
     for (int r = 0; r < kN; ++r) {
       if (center) {
         p[r] = Partial::MergeLanes(p[r], width, 0, count, inverse);
       } else {
-        p[r] = {count, 0, LaneReduce(p[r].squares, width, add)};
+        p[r] = {count, 0, LaneReduce(p[r].squares, width, [](Acc a, Acc b) { return a + b; })};
       }
     }
   }
@@ -470,16 +438,9 @@ struct NormFwd {
   template <typename Center>
   __device__ __forceinline__ void Store(Center center, const Row& row, int slot, const Slot& kept, const Loaded& loaded,
                                         const Final& final) const {
-    StoreCombined(center, row, slot, kept, loaded, final);
-    if (Has(1)) StoreSum(row, row.grid.First(slot), kept.s);
-  }
-
-  template <typename Center>
-  __device__ __forceinline__ void StoreCombined(Center center, const Row& row, int slot, const Slot& kept,
-                                                const Loaded& loaded, const Final& final) const {
     Vec<T, kVec> sum = kept.s;
     if constexpr (sizeof(T) < sizeof(Acc)) {
-      // Else the Warp tier keeps the elements as Acc from the reduction on, in twice the registers.
+      // Else the elements may be kept as Acc from the reduction on, in twice the registers.
       auto words = std::bit_cast<uint4>(sum);
       asm("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
       sum = std::bit_cast<Vec<T, kVec>>(words);
@@ -491,6 +452,7 @@ struct NormFwd {
       out[i] = fma((center ? s[i] - final.mean : s[i]) * final.rstd, loaded.factor[i], loaded.shift[i]);
     }
     StoreSlot(row.y, row.grid, row.grid.First(slot), out);
+    if (Has(1)) StoreSum(row, row.grid.First(slot), kept.s);
   }
 
   __device__ __forceinline__ void StoreSum(const Row& row, int first, const Vec<T, kVec>& s) const {
@@ -533,6 +495,12 @@ bool LaunchNormFwdChunks(const DeviceInfo& device, cudaStream_t stream, const Op
 template <typename Op>
 bool LaunchNormFwdRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
                          ffi::Error* status);
+
+// Defined in norm_fwd_bundle.cu for the kPlain operations, and for kRagged with kShifted, whose parameters are copied to
+// `scratch`; rows have their parameters in common. False if it does not suit.
+template <typename Op>
+bool LaunchNormFwdBundles(const DeviceInfo& device, cudaStream_t stream, Op op, ffi::AnyBuffer scratch,
+                          const char* name, ffi::Error* status);
 
 // Few rows, of at least that many slots, take norm_fwd_few.cu if all of their elements fit the multiprocessors' shared memory.
 inline constexpr int kMinSplitSlots = 8192;

@@ -19,9 +19,6 @@
 //          store. Rows of more than 100 KiB per input go over a cluster of up to 8 blocks, which exchange partials
 //          through distributed shared memory (sm_90 and later). Blocks that stay for several rows were measured 10%
 //          slower: multiprocessors are not equally fast, and then wait for the slowest.
-//   Bundle as Block, but a thread works on several rows, with the same slots of each: what depends on the column only
-//          (scale and bias) is then loaded once for all of them. It may be larger than the slot itself, and loading it
-//          for each row was measured to take as much time as all else.
 //   Split  too long for that: all multiprocessors share a few rows, and exchange partials through global memory. What
 //          of their inputs does not fit in shared memory they read again, from L2 as far as it goes.
 //
@@ -30,7 +27,8 @@
 //   static constexpr int kInputs            arrays that a slot is read from, at most
 //   static constexpr int kSlotsPerThread    of the Block tier: with fewer, the fixed cost of a thread shows
 //   static constexpr int kUnroll            slots that a thread works on at once in a pass
-//   static constexpr bool kBundles          whether there is a Bundle tier
+//   static constexpr bool kRare             whether the operation has other kernels for most calls of the mode: those of
+//                                           short rows are left out, and variants left to run time, for the code's size
 //   struct Partial                          see reduce.cuh
 //   struct Row                              pointers into one row; Row Begin(int64_t row) const
 //   const OperandRow<T>& Input(row, k); bool Has(k); int Place(k), Inputs(); bool HasWhere()   input k < kInputs, if it is there, which of
@@ -53,17 +51,8 @@
 //   int64_t rows
 // and for the Full tier, which is for kPlain operations that have it:
 //   Row RowAfter(row, int64_t elements)     the row that far behind
-// and with kBundles, where the tiers of one row leave the variant to run time:
+// and with kRare:
 //   WithoutVariant(f)
-//   bool CanBundle()                        whether LoadForStore is the same for all rows
-//   int MaxBundleRows(slots)                best number of rows of a bundle, 2 or 4
-//   Running<kN>                             what a thread gathers of kN rows, initially {}
-//   void Accumulate(v, Slot(&)[kN], Running<kN>&)    one slot of each; only the first and last one may have edges
-//   void Totals(v, Running<kN>, Partial(&)[kN])
-//   void MergeLanes(v, Partial(&)[kN], int width)    as Partial's, of rows that count the same elements in each lane
-//   void Combine(row, slot, V& a, V b)      puts the combination of two inputs, if there are two, in place of the first
-//   Row RowAfter(row, int64_t elements)     for Combine and StoreCombined: the row that far behind
-//   void DecodeCombined(row, slot, V, Slot&); void StoreCombined(v, row, slot, Slot, Loaded, Final)
 #ifndef JAXNORM_CUDA_ROWS_CUH_
 #define JAXNORM_CUDA_ROWS_CUH_
 
@@ -320,10 +309,9 @@ __device__ __forceinline__ void StoreSlots(const Op& op, Variant variant, const 
   });
 }
 
-// Calls f with the variant, for tiers of one row: where most calls take the Bundle tier, it is not worth the code.
 template <typename Op, typename F>
 __device__ __forceinline__ void WithRowVariant(const Op& op, F f) {
-  if constexpr (Op::kBundles) {
+  if constexpr (Op::kRare) {
     op.WithoutVariant(f);
   } else {
     op.WithVariant(f);
@@ -509,170 +497,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) BlockRowKernel(const __grid_co
   });
 }
 
-// ---- Bundle tier ----
-
-inline constexpr int kMaxBundleThreads = 256;
-
-// From one row of a bundle to the next: they lie alike on the address grid, so that a slot has the same columns in all.
-template <typename Op>
-inline constexpr int kBundleStep = Op::kMode == Mode::kPlain ? 1 : kVecSize<typename Op::T>;
-
-template <typename P, int kRows>
-struct BundleShared {
-  P warps[kRows][kMaxBundleThreads / kWarp];
-  P blocks[kRows][kWarp / kRows];
-  uint64_t barrier;
-};
-
-// plan.rows_per_block counts bundles. There are at least as many rows as kBundleStep bundles have.
-template <typename Op, int kRows>
-__global__ void __launch_bounds__(kMaxBundleThreads, 3)
-    BundleKernel(const __grid_constant__ Op op, const BlockPlan plan) {
-  using V = typename Stage<Op>::V;
-  using Partial = typename Op::Partial;
-  static_assert(Op::kMode != Mode::kGeneral);
-  constexpr int kStep = kBundleStep<Op>;
-  constexpr int kLanes = kWarp / kRows;  // that merge one row's partials
-  static_assert(kLanes >= kMaxBundleThreads / kWarp && kLanes >= kMaxPortableCluster);
-  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  __shared__ BundleShared<Partial, kRows> shared;
-  const int threads = plan.threads_per_row;
-  int thread = threadIdx.x, group = 0, rank = 0;
-  int64_t index = blockIdx.x;
-  if (plan.rows_per_block > 1) {
-    thread &= threads - 1;
-    group = threadIdx.x >> (31 - __clz(threads));
-    index = index * plan.rows_per_block + group;
-  } else if (plan.cluster > 1) {
-    ClusterStart(&shared.barrier);
-    index = ClusterIndex();
-    rank = ClusterRank();
-  }
-  // The last rows are shared by two bundles where their number is not a multiple; both write the same values.
-  const int64_t first_row = min(index / kStep * (kStep * kRows), op.rows - kStep * kRows) + index % kStep;
-  const typename Op::Row row = op.Begin(first_row);
-  const int64_t stride = int64_t{kStep} * row.grid.cols;  // from row to row, in elements
-  const int inputs = op.Inputs();
-  const int begin = rank * plan.part_slots;
-  const int end = max(begin, min(begin + plan.part_slots, row.grid.Slots()));
-  const int middle = begin + (end - begin + threads) / (2 * threads) * threads;
-  V* const base = reinterpret_cast<V*>(shared_bytes) + group * plan.part_slots * inputs * kRows;
-  // Input k of slot `slot` of row r; each thread reads only what it copied.
-  const auto at = [&](int r, int slot, int k) -> V& { return base[(r * inputs + k) * plan.part_slots + slot - begin]; };
-
-  typename Op::Row rows[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) rows[r] = op.Begin(first_row + r * kStep);
-  // Only the last rows may end in a slot that is not all in the array.
-  bool whole = true;
-#pragma unroll
-  for (int k = 0; k < Op::kInputs; ++k) {
-    if (op.Has(k)) whole = whole && row.grid.First(end) <= op.Input(rows[kRows - 1], k).end;
-  }
-  // As in Stage, each half a group of copies.
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    const int from = (half == 0 ? begin : middle) + thread, to = half == 0 ? middle : end;
-    if (Op::kMode == Mode::kPlain || whole) {
-      for (int slot = from; slot < to; slot += threads) {
-#pragma unroll
-        for (int k = 0; k < Op::kInputs; ++k) {
-          if (!op.Has(k)) continue;
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-            CopySlotAsync<Mode::kPlain>(&at(r, slot, k), op.Input(rows[r], k), row.grid.First(slot));
-          }
-        }
-      }
-    } else {
-#pragma unroll 1
-      for (int r = 0; r < kRows; ++r) {
-        const typename Op::Row one = op.Begin(first_row + r * kStep);
-#pragma unroll 1
-        for (int slot = from; slot < to; slot += threads) {
-#pragma unroll
-          for (int k = 0; k < Op::kInputs; ++k) {
-            if (op.Has(k)) CopySlotAsync<Op::kMode>(&at(r, slot, k), op.Input(one, k), row.grid.First(slot));
-          }
-        }
-      }
-    }
-    CopyCommit();
-  }
-  if (plan.cluster > 1) ClusterWait();
-
-  op.WithVariant([&](auto variant) {
-    typename Op::template Running<kRows> running = {};
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      if (half == 0) {
-        CopyWait<1>();
-      } else {
-        CopyWait<0>();
-      }
-      const int from = (half == 0 ? begin : middle) + thread, to = half == 0 ? middle : end;
-      if (inputs > 1) {
-#pragma unroll 1
-        for (int slot = from; slot < to; slot += threads) {
-#pragma unroll(Op::kMode == Mode::kPlain ? kRows : 1)
-          for (int r = 0; r < kRows; ++r) {
-            op.Combine(op.RowAfter(row, r * stride), slot, at(r, slot, 0), at(r, slot, 1));
-          }
-        }
-      }
-#pragma unroll 1
-      for (int slot = from; slot < to; slot += threads) {
-        typename Op::Slot kept[kRows];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) op.DecodeCombined(row, slot, at(r, slot, 0), kept[r]);
-        op.Accumulate(variant, kept, running);
-      }
-    }
-    Partial own[kRows];
-    op.Totals(variant, running, own);
-    op.MergeLanes(variant, own, min(threads, kWarp));
-    typename Op::Final final[kRows];
-    if (threads <= kWarp) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (thread == 0) op.StoreRow(variant, first_row + r * kStep, own[r], {});
-        final[r] = op.Finish(variant, own[r]);
-      }
-    } else {
-      // All rows at once: lane (r, i) merges what warp i, and then block i, has of row r.
-      const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = threads / kWarp;
-      const int r = lane / kLanes, i = lane % kLanes, first_warp = group * warps;
-      if (lane == 0) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) shared.warps[r][warp] = own[r];
-      }
-      __syncthreads();
-      Partial total[1] = {i < warps ? shared.warps[r][first_warp + i] : Partial::Identity()};
-      op.MergeLanes(variant, total, kLanes);
-      if (plan.cluster > 1) {
-        if (warp == 0 && i < plan.cluster) SendToPeer(&shared.blocks[r][rank], &shared.barrier, i, total[0]);
-        ReceiveFromPeers(&shared.barrier, plan.cluster * kRows * static_cast<int>(sizeof(Partial)), 0);
-        total[0] = i < plan.cluster ? shared.blocks[r][i] : Partial::Identity();
-        op.MergeLanes(variant, total, kLanes);
-      }
-      if (rank == 0 && warp == first_warp && i == 0) op.StoreRow(variant, first_row + r * kStep, total[0], {});
-      const auto finished = op.Finish(variant, total[0]);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) final[r] = ShuffleFrom(finished, r * kLanes);
-    }
-#pragma unroll 1
-    for (int slot = begin + thread; slot < end; slot += threads) {
-      const auto loaded = op.LoadForStore(variant, row, slot);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        typename Op::Slot kept;
-        op.DecodeCombined(row, slot, at(r, slot, 0), kept);
-        op.StoreCombined(variant, op.RowAfter(row, r * stride), slot, kept, loaded, final[r]);
-      }
-    }
-  });
-}
-
 // ---- Split tier ----
 
 // One block per multiprocessor. More threads gain 3 to 5% where two inputs are read, and nothing with one.
@@ -771,64 +595,6 @@ int MaxRowSlots(const Op& op, const DeviceInfo& device) {
   return MaxPartSlots(op, device) * (device.clusters ? kMaxPortableCluster : 1);
 }
 
-// Of a bundle, per block: three blocks share a multiprocessor.
-inline constexpr int kMaxBundleBytes = 72 << 10;
-// Of all rows. Unaligned parameters take longer to load, so more rows should share them.
-template <typename Op>
-inline constexpr int kBundleSlotsPerThread = Op::kMode == Mode::kPlain ? 8 : 16;
-
-// The Bundle tier with kRows rows; false if it does not suit.
-template <typename Op, int kRows>
-bool PlanBundle(const DeviceInfo& device, const Op& op, int slots, BlockPlan& plan) {
-  constexpr int kBlockThreads = 128, kSlots = kBundleSlotsPerThread<Op> / kRows;
-  const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
-  if (op.rows < kRows * kBundleStep<Op>) return false;
-  const int64_t cluster = CeilDiv(row_bytes * kRows, kMaxBundleBytes);
-  if (cluster > (device.clusters ? kMaxPortableCluster : 1)) return false;
-  plan = {.cluster = static_cast<int>(cluster), .part_slots = static_cast<int>(CeilDiv(slots, cluster))};
-  const int whole = std::max(1, plan.part_slots - (Op::kMode == Mode::kPlain ? 0 : 1));  // as in LaunchRow
-  const int64_t threads = CeilDiv(whole, kSlots);
-  if (threads <= kBlockThreads && cluster == 1) {
-    plan.threads_per_row = NextPowerOfTwo(threads);
-    plan.rows_per_block = kBlockThreads / plan.threads_per_row;
-  } else {
-    const int64_t turns = std::max<int64_t>(kSlots, CeilDiv(whole, kMaxBundleThreads));
-    const int64_t warps = CeilDiv(CeilDiv(whole, turns), kWarp);
-    plan.threads_per_row = static_cast<int>(std::clamp<int64_t>(warps * kWarp, kBlockThreads, kMaxBundleThreads));
-  }
-  const int shared_bytes = plan.part_slots * kVecBytes * op.Inputs() * kRows * plan.rows_per_block;
-  if (shared_bytes > device.max_shared_bytes - kStaticSharedBytes) return false;
-  // Too few rows to fill the device are better spread one by one.
-  return CeilDiv(op.rows, kRows * plan.rows_per_block) * plan.cluster >= device.sms;
-}
-
-template <typename Op, int kRows>
-ffi::Error LaunchBundle(const DeviceInfo& device, cudaStream_t stream, const Op& op, const BlockPlan& plan,
-                        const char* name) {
-  constexpr int kStep = kBundleStep<Op>;
-  const int64_t bundles = CeilDiv(op.rows, kStep * kRows) * kStep;
-  const Grid grid = {.blocks = CeilDiv(bundles, plan.rows_per_block) * plan.cluster,
-                     .threads = plan.threads_per_row * plan.rows_per_block,
-                     .shared_bytes = plan.part_slots * kVecBytes * op.Inputs() * kRows * plan.rows_per_block,
-                     .cluster = plan.cluster};
-  return Launch<BundleKernel<Op, kRows>>(device, stream, grid, name, op, plan);
-}
-
-// How many rows bundles should have: 0 if that tier does not suit.
-template <typename Op>
-int PlanBundles(const DeviceInfo& device, const Op& op, int slots, BlockPlan& plan) {
-  if (!op.CanBundle()) return 0;
-  if (op.MaxBundleRows(slots) >= 4 && PlanBundle<Op, 4>(device, op, slots, plan)) return 4;
-  return PlanBundle<Op, 2>(device, op, slots, plan) ? 2 : 0;
-}
-
-template <typename Op>
-ffi::Error LaunchBundles(const DeviceInfo& device, cudaStream_t stream, const Op& op, int rows, const BlockPlan& plan,
-                         const char* name) {
-  return rows == 4 ? LaunchBundle<Op, 4>(device, stream, op, plan, name)
-                   : LaunchBundle<Op, 2>(device, stream, op, plan, name);
-}
-
 // Rows of `slots` slots by the Full tier; false if it does not suit.
 template <typename Op>
 bool LaunchFullRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
@@ -847,11 +613,11 @@ bool LaunchFullRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, 
 template <typename Op>
 ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
-  if constexpr (Op::kMode == Mode::kPlain && !Op::kBundles && requires(typename Op::Row row) { op.RowAfter(row, 0); }) {
+  if constexpr (Op::kMode == Mode::kPlain && !Op::kRare && requires(typename Op::Row row) { op.RowAfter(row, 0); }) {
     auto status = ffi::Error::Success();
     if (LaunchFullRow(device, stream, op, slots, name, &status)) return status;
   }
-  if constexpr (FillsSlots(Op::kMode) && !Op::kBundles) {
+  if constexpr (FillsSlots(Op::kMode) && !Op::kRare) {
     if (slots <= kMaxWarpSlots) {
       const bool few = slots <= kShortWarpSlots || slots > kLongWarpSlots;
       const int items = slots == 1 ? 1 : few ? kFewWarpItems : kWarpItems<Op>;
@@ -862,11 +628,6 @@ ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op
       if (items == 2) return Launch<WarpRowKernel<Op, 2>>(device, stream, grid, name, log2_lanes, op);
       return Launch<WarpRowKernel<Op, kWarpItems<Op>>>(device, stream, grid, name, log2_lanes, op);
     }
-  }
-  if constexpr (Op::kBundles) {
-    BlockPlan plan;
-    const int rows = PlanBundles(device, op, slots, plan);
-    if (rows > 0) return LaunchBundles(device, stream, op, rows, plan, name);
   }
   const int slot_bytes = SlotBytes(op);
   const int64_t row_bytes = int64_t{slots} * slot_bytes;

@@ -17,7 +17,7 @@ struct SoftmaxBwd {
   static constexpr int kColumnInputs = 2;
   static constexpr int kSlotsPerThread = 4;
   static constexpr int kUnroll = kGeneral ? 1 : 2;
-  static constexpr bool kBundles = false;
+  static constexpr bool kRare = false;
 
   // What every call reads comes first, in one line of the constant cache or two.
   int64_t rows;

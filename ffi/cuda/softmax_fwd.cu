@@ -17,7 +17,7 @@ struct SoftmaxFwd {
   static constexpr int kColumnInputs = 1;                        // x
   static constexpr int kSlotsPerThread = 8;
   static constexpr int kUnroll = kGeneral ? 1 : kOperands ? 2 : 4;  // registers are scarce
-  static constexpr bool kBundles = false;
+  static constexpr bool kRare = false;
 
   // What every call reads comes first, in one line of the constant cache.
   int64_t rows;

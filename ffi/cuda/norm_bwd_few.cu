@@ -54,31 +54,6 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
   const int rows = static_cast<int>(min(op.rows - first_row, static_cast<int64_t>(plan.rows)));
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
-  if (warp >= kFewWarps) {
-    for (int r = threadIdx.x - kFewThreads; r < rows; r += kExchangeWarps * kWarp) {
-      InitBarrier(&summed[r], kFewWarps);
-      InitBarrier(&known[r], 1);
-      statistics[r] = op.StatisticsOf(first_row + r, true);
-    }
-    __syncthreads();
-    for (int r = warp - kFewWarps; r < rows; r += kExchangeWarps) {
-      WaitForBarrier(SharedAddress(&summed[r]), 0);
-      Sums sums = lane < kFewWarps ? parts[r % kFewPlaces][lane] : Sums::Identity();
-      sums = Sums::MergeLanes(sums, kWarp);
-      Post<Sums>* const posts = plan.posts + (first_row + r) * plan.chunks;
-      if (lane == 0) posts[chunk].Write(sums, plan.tag);
-      sums = MergePosts(posts, plan.chunks, plan.tag, [](int, const Sums& value) { return value; });
-      int left_before = 0;
-      if (lane == 0) {
-        finals[r % kFewPlaces] = op.Finish(sums);
-        ArriveAtBarrier(SharedAddress(&known[r]));
-        left_before = posts[0].Count();
-      }
-      ClearAfterLast(posts, plan.chunks, left_before);
-    }
-    return;
-  }
-
   const int begin = chunk * plan.chunk_slots, slots = min(plan.chunk_slots, op.Slots() - begin);
   const auto active = [&](int h) { return static_cast<int>(threadIdx.x) + h * kFewThreads < slots; };
   const auto column = [&](int h) { return (begin + static_cast<int>(threadIdx.x) + h * kFewThreads) * kVec; };
@@ -100,21 +75,49 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
       CopyAsync(at(stage, h, 1), from(r, h, 1));
     }
   };
-#pragma unroll 1
-  for (int r = 0; r < kStages; ++r) {
-    copy(r, r);
-    CopyCommit();
-  }
   Acc sc[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
+  if (warp < kFewWarps) {
+#pragma unroll 1
+    for (int r = 0; r < kStages; ++r) {
+      copy(r, r);
+      CopyCommit();
+    }
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) op.Scale(0, active(h) ? column(h) : 0, sc[h]);
+  } else {
+    for (int r = threadIdx.x - kFewThreads; r < rows; r += kExchangeWarps * kWarp) {
+      InitBarrier(&summed[r], kFewWarps);
+      InitBarrier(&known[r], 1);
+      statistics[r] = op.StatisticsOf(first_row + r, true);
+    }
+  }
+  __syncthreads();
+
+  if (warp >= kFewWarps) {
+    for (int r = warp - kFewWarps; r < rows; r += kExchangeWarps) {
+      WaitForBarrier(SharedAddress(&summed[r]), 0);
+      Sums sums = lane < kFewWarps ? parts[r % kFewPlaces][lane] : Sums::Identity();
+      sums = Sums::MergeLanes(sums, kWarp);
+      Post<Sums>* const posts = plan.posts + (first_row + r) * plan.chunks;
+      if (lane == 0) posts[chunk].Write(sums, plan.tag);
+      sums = MergePosts(posts, plan.chunks, plan.tag, [](int, const Sums& value) { return value; });
+      int left_before = 0;
+      if (lane == 0) {
+        finals[r % kFewPlaces] = op.Finish(sums);
+        ArriveAtBarrier(SharedAddress(&known[r]));
+        left_before = posts[0].Count();
+      }
+      ClearAfterLast(posts, plan.chunks, left_before);
+    }
+    return;
+  }
+
 #pragma unroll
   for (int h = 0; h < kSlots; ++h) {
-    op.Scale(0, active(h) ? column(h) : 0, sc[h]);
+    op.Offset(sc[h]);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) dscale[h][i] = dbias[h][i] = 0;
   }
-  __syncthreads();
-#pragma unroll
-  for (int h = 0; h < kSlots; ++h) op.Offset(sc[h]);
 
   const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
   int stage = 0, written_stage = 0;

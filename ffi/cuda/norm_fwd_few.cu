@@ -11,8 +11,9 @@ namespace {
 
 inline constexpr int kFewThreads = 512;  // that have slots; those of the exchange come after them
 inline constexpr int kFewWarps = kFewThreads / kWarp;
-inline constexpr int kFewRows = 8;  // of a block, at most
-inline constexpr int kHeld = 2;     // slots of a thread whose parameters it has in registers
+inline constexpr int kFewRows = 8;   // of a block, at most
+inline constexpr int kTogether = 2;  // rows that a warp sums up at once: one waits for the other's shuffles
+inline constexpr int kHeld = 2;      // slots of a thread whose parameters it has in registers
 
 // What a block tells the others of its share of a row. How many elements that has they know.
 template <typename Acc>
@@ -53,17 +54,44 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
   __shared__ Partial shared_parts[kRows][kFewWarps];
   __shared__ typename Op::Final shared_final[kRows];
   __shared__ uint64_t summed[kRows], known[kRows];  // barriers: the block's share of a row, and its final
-  if (threadIdx.x < kRows) {
-    InitBarrier(&summed[threadIdx.x], kFewWarps);
-    InitBarrier(&known[threadIdx.x], 1);
-  }
   const int group = blockIdx.x / plan.chunks, chunk = blockIdx.x - group * plan.chunks;
   const int64_t first_row = int64_t{group} * plan.rows;
   const int rows = static_cast<int>(min(op.rows - first_row, static_cast<int64_t>(plan.rows)));
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
+  const int begin = chunk * plan.chunk_slots, slots = min(plan.chunk_slots, op.cols / kVec - begin);
+  const int64_t offset = first_row * op.cols + int64_t{begin} * kVec;
+  const uint32_t own = SharedAddress(shared_bytes) + threadIdx.x * kVecBytes;
+  const uint32_t row_bytes = plan.chunk_slots * kVecBytes;
+  constexpr uint32_t kTurnBytes = kFewThreads * kVecBytes;  // from one of a thread's slots to the next
+  Acc factor[kHeld][kVec], shift[kHeld][kVec];
+  if (warp < kFewWarps) {
+    const T* from = op.x.data + (offset + threadIdx.x * kVec);
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r) {
+      if (r < rows) {
+        uint32_t to = own + r * row_bytes;
+#pragma unroll 1
+        for (int slot = threadIdx.x; slot < slots; slot += kFewThreads, to += kTurnBytes) {
+          CopyAsync(to, from + (slot - threadIdx.x) * kVec);
+        }
+        from += op.cols;
+      }
+      CopyCommit();
+    }
+    // Parameters of a thread's first slots are on their way from now on: later was measured to be too late.
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int slot = threadIdx.x + h * kFewThreads;
+      if (slot < slots) op.Parameters((begin + slot) * kVec, factor[h], shift[h]);
+    }
+  } else if (lane == 0) {
+    InitBarrier(&summed[warp - kFewWarps], kFewWarps);
+    InitBarrier(&known[warp - kFewWarps], 1);
+  }
+  __syncthreads();
+
   if (warp >= kFewWarps) {
-    __syncthreads();
     const int r = warp - kFewWarps;
     if (r >= rows) return;
     WaitForBarrier(SharedAddress(&summed[r]), 0);
@@ -87,43 +115,37 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     return;
   }
 
-  const int begin = chunk * plan.chunk_slots, slots = min(plan.chunk_slots, op.cols / kVec - begin);
-  const int64_t offset = first_row * op.cols + int64_t{begin} * kVec;
-  const uint32_t own = SharedAddress(shared_bytes) + threadIdx.x * kVecBytes;
-  const uint32_t row_bytes = plan.chunk_slots * kVecBytes;
-  constexpr uint32_t kTurnBytes = kFewThreads * kVecBytes;  // from one of a thread's slots to the next
+  // Of a warp's elements, as many in each row.
+  const int own_slots = max(slots - static_cast<int>(threadIdx.x) + kFewThreads - 1, 0) / kFewThreads;
+  const Acc count = LaneReduce(static_cast<Acc>(own_slots * kVec), kWarp, [](Acc a, Acc b) { return a + b; });
+  const Acc inverse = Partial::Inverse(count);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    uint32_t to = own + r * row_bytes;
-    for (int slot = threadIdx.x; r < rows && slot < slots; slot += kFewThreads, to += kTurnBytes) {
-      CopyAsync(to, op.x.data + (offset + r * int64_t{op.cols} + slot * kVec));
-    }
-    CopyCommit();
-  }
-  // Parameters of a thread's first slots are on their way from now on: later was measured to be too late.
-  Acc factor[kHeld][kVec], shift[kHeld][kVec];
-#pragma unroll
-  for (int h = 0; h < kHeld; ++h) {
-    const int slot = threadIdx.x + h * kFewThreads;
-    if (slot < slots) op.Parameters((begin + slot) * kVec, factor[h], shift[h]);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; r += kTogether) {
     if (r >= rows) break;
-    typename Op::template Running<1> running = {};
-    WaitForRow(r);
-    uint32_t from = own + r * row_bytes;
-    for (int slot = threadIdx.x; slot < slots; slot += kFewThreads, from += kTurnBytes) {
-      const typename Op::Slot kept[] = {{.s = LoadShared<V>(from)}};
-      op.Accumulate(variant, kept, running);
+    typename Op::template Running<kTogether> running = {};
+    WaitForRow(r + kTogether - 1);
+    uint32_t from[kTogether];
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) from[p] = own + min(r + p, rows - 1) * row_bytes;
+#pragma unroll 1
+    for (int slot = threadIdx.x; slot < slots; slot += kFewThreads) {
+      V held[kTogether];
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) held[p] = LoadShared<V>(from[p]);
+      op.Accumulate(variant, held, running);
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) from[p] += kTurnBytes;
     }
-    Partial part[1];
-    op.Totals(variant, running, part);
-    op.MergeLanes(variant, part, kWarp);
+    Partial parts[kTogether];
+    op.Totals(variant, running, parts);
+    op.MergeLanes(variant, parts, kWarp, count, inverse);
     if (lane == 0) {
-      shared_parts[r][warp] = part[0];
-      ArriveAtBarrier(SharedAddress(&summed[r]));
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        if (r + p >= rows) continue;
+        shared_parts[r + p][warp] = parts[p];
+        ArriveAtBarrier(SharedAddress(&summed[r + p]));
+      }
     }
   }
 

@@ -25,6 +25,7 @@ from jax._src import (
     dispatch,  # private: see the last line of `define_primitive`
     source_info_util,  # private: see `run_equation`
 )
+from jax._src.interpreters.mlir import lower_per_platform  # private: see `lower_by_platform`
 from jax.core import ShapedArray, eval_jaxpr
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -192,16 +193,16 @@ def broadcast_fits(operand, full, axes) -> bool:
     return 1 + sum(a != b for a, b in itertools.pairwise(dims)) < _MAX_BROADCAST_DIMS
 
 
-def split_scratch(aval, axes) -> int:
+def split_scratch(aval, axes, whole=2**15) -> int:
     """Float32 elements for the partial results of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
 
-    Chunks are 16 KiB of each input at least and a partial takes 16 bytes, in few cases 64. Room for 4096 lets several
-    rows be worked on together, and is all that a row of unknown length gets.
+    Rows of `whole` bytes are never split. Chunks are 16 KiB of each input at least and a partial takes 16 bytes, in few
+    cases 64. Room for 4096 lets several rows be worked on together, and is all that a row of unknown length gets.
     """
     sizes = [aval.shape[i] for i in axes]
     known = all(isinstance(n, int) for n in sizes)
     row_bytes = math.prod(n for n in sizes if isinstance(n, int)) * aval.dtype.itemsize
-    if known and row_bytes <= 2**15:
+    if known and row_bytes <= whole:
         return 0
     return 4 * max(4096, row_bytes // 2**14 + 2)
 
@@ -290,8 +291,8 @@ def define_primitive(
         additional result.
       not_on_cuda: positions of operands that the CUDA call does not take, because its kernel computes them again.
         What computes them otherwise is dead code then, unless something else uses it.
-      in_place: (**params) -> positions of an operand and of the result that may take its memory, if there are such. The
-        kernels must be right then; whether a call does so, `_dies_here` decides.
+      in_place: (platform, **params) -> positions of an operand and of the result that may take its memory, if there are
+        such. The kernels must be right then; whether a call does so, `_dies_here` decides.
 
     Returns:
       The primitive, without differentiation and batching rules.
@@ -376,8 +377,7 @@ def define_primitive(
             aval = ShapedArray((extra,), np.float32)
             ctx = ctx.replace(avals_out=[*ctx.avals_out, aval])
         aliases = {}
-        # Not on GPUs: there the kernels have not been tested so.
-        if in_place and platform == "cpu" and (positions := in_place(**params)):
+        if in_place and (positions := in_place(platform=platform, **params)):
             operand, result = positions
             alike = _layout(ctx.avals_in[operand]) == _layout(ctx.avals_out[result])
             aliases = {operand: result} if alike and _dies_here(operands[operand]) else {}
@@ -389,11 +389,19 @@ def define_primitive(
         results = lower(ctx, *operands, **attributes(**params))
         return results if extra is None else results[:-1]
 
-    mlir.register_lowering(primitive, lower_default)
-    for platform in _lib.PLATFORMS:
-        # A rule that JAX caches sees nothing of the program around the call.
-        rule = functools.partial(lower_kernel, platform)
-        mlir.register_lowering(primitive, rule, platform=platform, cacheable=in_place is None)
+    rules = {p: functools.partial(lower_kernel, p) for p in _lib.PLATFORMS}
+    if in_place is None:
+        mlir.register_lowering(primitive, lower_default)
+        for platform, rule in rules.items():
+            mlir.register_lowering(primitive, rule, platform=platform)
+    else:
+        # A rule that JAX caches sees nothing of the program around the call, and one that it does not cache, it cannot
+        # lower for several platforms: it would add a list to a tuple, these avals.
+        def lower_by_platform(ctx, *operands, **params):
+            ctx = ctx.replace(avals_out=list(ctx.avals_out))
+            return lower_per_platform(ctx, target, rules, lower_default, set(), *operands, **params)
+
+        mlir.register_lowering(primitive, lower_by_platform, cacheable=False)
     # custom_partitioning needs the devices while its call is lowered. jit decides by looking for primitives in this
     # set, and does not see through a lowering rule.
     dispatch.prim_requires_devices_during_lowering.add(primitive)

@@ -1,4 +1,4 @@
-"""dx in the memory of dy: where lowering asks for it, and that the kernels are right then.
+"""Cotangents of x in the memory of those of y: where lowering asks for it, and that the kernels are right then.
 
 XLA copies an operand that is read again, so a program is right in any case. A kernel is right if it
 reads what it needs before it writes there, which only its results show.
@@ -13,11 +13,9 @@ import pytest
 
 import jaxnorm
 
-CPU = next(m for m in jaxnorm.status().modules if m.platform == "cpu")
-pytestmark = [
-    pytest.mark.skipif(not CPU.targets, reason=f"no CPU module: {CPU.reason}"),
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPU kernels work in place"),
-]
+ON_GPU = jax.default_backend() == "gpu"
+MODULE = next(m for m in jaxnorm.status().modules if m.platform == ("cuda" if ON_GPU else "cpu"))
+pytestmark = pytest.mark.skipif(not MODULE.targets, reason=f"no kernels: {MODULE.reason}")
 
 
 def product(t):
@@ -48,20 +46,52 @@ def with_residual(*shape):
     return f, [random(*shape), random(*shape, seed=1)]
 
 
-# One of each way through the CPU kernels: short and long rows, with and without whole vectors, in
-# one piece, in chunks and spread over threads; masks.
+def softmax(*shape, op=jaxnorm.softmax, **options):
+    return partial(op, **options), [random(*shape)]
+
+
+# One of each way through the kernels: short and long rows, with and without whole vectors, in one
+# piece, in chunks and spread over threads or blocks; masks.
 CASES = {
     "short": layer_norm(300, 37),
     "short vectors": layer_norm(300, 64),
     "of one column": layer_norm(33, 1),
     "longer": layer_norm(70, 513),
     "without mean": rms_norm(64, 1023),
+    "without parameters": (jaxnorm.rms_norm, [random(640, 1024)]),
     "in chunks": layer_norm(2, 70001),
     "in chunks of many rows": layer_norm(40, 70001),
     "with a mask": layer_norm(50, 203, mask=keep(50, 203)),
     "short with a residual": with_residual(65, 21),
     "with a residual": with_residual(9, 1000),
 }
+if ON_GPU:  # where there are more ways, and softmax works in place too
+    CASES |= {
+        "many short": layer_norm(20011, 128),
+        "many": layer_norm(3001, 2048),
+        "many odd": layer_norm(3001, 1023),
+        "in clusters": layer_norm(700, 20000),
+        "odd in clusters": layer_norm(700, 50257),
+        "long with a residual": with_residual(300, 16384),
+        "odd with a residual": with_residual(300, 5001),
+        "few": layer_norm(64, 131072),
+        "very few": layer_norm(2, 1 << 20),
+        "very long": layer_norm(300, 300000),
+        "masked, longer": layer_norm(70, 9001, mask=keep(70, 9001)),
+        "softmax, short": softmax(3000, 49),
+        "softmax, short vectors": softmax(3000, 64),
+        "softmax": softmax(3000, 1024),
+        "softmax, odd": softmax(3000, 1023),
+        "softmax, long": softmax(300, 50257),
+        "softmax, few": softmax(8, 1 << 20),
+        "softmax, few odd": softmax(3, 300001),
+        "softmax of attention": softmax(8, 16, 128, 256, where=keep(8, 1, 128, 256)),
+        "softmax, masked": softmax(300, 1001, where=keep(300, 1001)),
+        "softmax, columns": softmax(64, 150, 49, axis=1),
+        "softmax, long columns": softmax(3, 70001, 5, axis=1),
+        "log_softmax": softmax(3000, 1024, op=jaxnorm.log_softmax),
+        "log_softmax, columns": softmax(16, 21, 4096, op=jaxnorm.log_softmax, axis=1),
+    }
 
 
 def pull(f, wrap, args, dy):

@@ -522,6 +522,15 @@ def test_many_long_rows(op, dtype, columns):
 
 
 @ops
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("columns", "masked"), [(4104, True), (9001, False), (12288, False)])
+def test_few_longer_rows_of_x_alone(op, dtype, columns, masked):
+    """Rows that a GPU splits over blocks, of fewer bytes than softmax splits; no gradients of parameters."""
+    options = {"mask": _mask((16, columns))} if masked else {}
+    check(op, rand((16, columns), dtype), **options)
+
+
+@ops
 def test_row_does_not_depend_on_its_neighbours(op):
     """A row has the same bits alone, in a batch, and at another place of the batch.
 

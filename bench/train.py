@@ -50,11 +50,13 @@ class TrainCase:
 
     @property
     def label(self) -> str:
-        return f"{self.name} {'x'.join(map(str, self.batch))} bfloat16"
+        recompute = " recompute" if self.sizes.get("recompute") else ""
+        return f"{self.name}{recompute} {'x'.join(map(str, self.batch))} bfloat16"
 
-    def prepare(self, implementation: str) -> tuple[_training.Model, tuple, Callable]:
-        """(model, batch, optimizer)."""
-        return _PREPARE[self.name](self, implementation)
+    def prepare(self, implementation: str) -> tuple:
+        """(model, batch, step, state), the last two as `_training.training_step` makes them."""
+        model, batch, optimizer = _PREPARE[self.name](self, implementation)
+        return model, batch, *_training.training_step(model, optimizer)
 
 
 def _resnet(case, implementation):
@@ -84,22 +86,20 @@ def _transformer(case, implementation):
 
 _PREPARE = {"resnet": _resnet, "transformer": _transformer}
 
+_RESNET_50 = {"width": 64, "stages": (3, 4, 6, 3), "classes": 1000, "large": True}
+
 CASES = {
     "ci": (
         TrainCase(
             "resnet",
             (4, 32, 32, 3),
-            {"width": 8, "stages": (1, 1), "classes": 10, "large": True},
+            {"width": 8, "stages": (1, 1), "classes": 10, "large": True, "recompute": False},
         ),
         TrainCase("transformer", (2, 32), {"tokens": 64, "width": 64, "layers": 2, "heads": 2}),
     ),
     "full": (
-        # ResNet-50.
-        TrainCase(
-            "resnet",
-            (256, 224, 224, 3),
-            {"width": 64, "stages": (3, 4, 6, 3), "classes": 1000, "large": True},
-        ),
+        TrainCase("resnet", (256, 224, 224, 3), _RESNET_50 | {"recompute": False}),
+        TrainCase("resnet", (256, 224, 224, 3), _RESNET_50 | {"recompute": True}),
         TrainCase(
             "transformer",
             (16, 1024),
@@ -183,8 +183,7 @@ def measure(case: TrainCase, budget: float) -> list[dict]:
             "error": None,
         }
         try:
-            model, batch, optimizer = case.prepare(name)
-            step, state = _training.training_step(model, optimizer)
+            model, batch, step, state = case.prepare(name)
             compiled = jax.jit(step).lower(state, *batch).compile()
             records[name] |= {
                 "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,

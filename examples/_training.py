@@ -115,13 +115,13 @@ def train(models: dict[str, Model], optimizer, batches: Sequence[tuple]) -> dict
 # ---- what people read ----
 
 
-def parse(doc: str, argv, *, steps: int, plot: str) -> argparse.Namespace:
+def norm_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--norm", choices=("flax", "jaxnorm", "both"), default="both")
-    return finish_parsing(parser, argv, steps, plot)
+    return parser
 
 
-def finish_parsing(parser, argv, steps: int, plot: str) -> argparse.Namespace:
+def finish_parsing(parser, argv, *, steps: int, plot: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--plot", default=plot, metavar="FILE", help="'' for none")
     parser.add_argument("--seed", type=int, default=0)

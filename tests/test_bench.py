@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 
 from bench import __main__ as bench_main
@@ -623,8 +624,27 @@ def test_training_steps_that_fail(tmp_path, monkeypatch, capsys):
 def test_training_steps_for_a_gpu():
     """The shapes that the figures are for."""
     train = pytest.importorskip("bench.train")
-    resnet, transformer = train.CASES["full"]
-    assert resnet.batch == (256, 224, 224, 3)
-    assert resnet.sizes["stages"] == (3, 4, 6, 3)
+    resnet, recomputing, transformer = train.CASES["full"]
+    assert resnet.batch == recomputing.batch == (256, 224, 224, 3)
+    assert resnet.sizes["stages"] == recomputing.sizes["stages"] == (3, 4, 6, 3)
+    assert (resnet.label, recomputing.label) == (
+        "resnet 256x224x224x3 bfloat16",
+        "resnet recompute 256x224x224x3 bfloat16",
+    )
     assert transformer.batch == (16, 1024)
     assert (transformer.sizes["width"], transformer.sizes["layers"]) == (1024, 12)
+
+
+def test_recomputing_step():
+    """The same training step with less that is kept for backward."""
+    train = pytest.importorskip("bench.train")
+    case = train.CASES["ci"][0]
+    kept, computed = [], []
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):  # Flax mixes dtypes
+        for recompute, found in ((False, kept), (True, computed)):
+            changed = dataclasses.replace(case, sizes=case.sizes | {"recompute": recompute})
+            model, batch, step, state = changed.prepare("jaxnorm")
+            found += [train._training.saved_bytes(model, batch), *jax.jit(step)(state, *batch)]
+    assert computed[0] < 0.75 * kept[0]
+    for got, want in zip(*map(jax.tree.leaves, (computed[1:], kept[1:])), strict=True):
+        np.testing.assert_allclose(oracle.f64(got), oracle.f64(want), rtol=0.02, atol=0.02)

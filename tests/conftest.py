@@ -1,5 +1,6 @@
 """Settings that must be made before jax starts a backend."""
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -11,6 +12,9 @@ flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_coun
 # JAX for a GPU it compiles as always: some arrays there are large.
 if importlib.util.find_spec("jax_plugins") is None:
     flags.append("--xla_backend_optimization_level=0")
+    # The oldest jaxlib can compile fusions in the way before: another third less. Later ones refuse the flag.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 # The tests share bench.cases, which is not part of the installed package. Last on the path, so that ./jaxnorm, which
 # has no compiled modules, does not hide the installed package.

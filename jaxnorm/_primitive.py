@@ -389,17 +389,19 @@ def define_primitive(
         results = lower(ctx, *operands, **attributes(**params))
         return results if extra is None else results[:-1]
 
-    rules = {p: functools.partial(lower_kernel, p) for p in _lib.PLATFORMS}
+    lowerings = {p: functools.partial(lower_kernel, p) for p in _lib.PLATFORMS}
     if in_place is None:
         mlir.register_lowering(primitive, lower_default)
-        for platform, rule in rules.items():
-            mlir.register_lowering(primitive, rule, platform=platform)
+        for platform, lower in lowerings.items():
+            mlir.register_lowering(primitive, lower, platform=platform)
     else:
-        # A rule that JAX caches sees nothing of the program around the call, and one that it does not cache, it cannot
-        # lower for several platforms: it would add a list to a tuple, these avals.
+        # A rule that JAX caches sees nothing of the program around the call. One that it does not cache, it cannot
+        # lower for several platforms (until 0.12 at least): it adds these avals, a tuple then, to a list.
         def lower_by_platform(ctx, *operands, **params):
             ctx = ctx.replace(avals_out=list(ctx.avals_out))
-            return lower_per_platform(ctx, target, rules, lower_default, set(), *operands, **params)
+            return lower_per_platform(
+                ctx, target, lowerings, lower_default, set(), *operands, **params
+            )
 
         mlir.register_lowering(primitive, lower_by_platform, cacheable=False)
     # custom_partitioning needs the devices while its call is lowered. jit decides by looking for primitives in this

@@ -390,20 +390,14 @@ def define_primitive(
         return results if extra is None else results[:-1]
 
     lowerings = {p: functools.partial(lower_kernel, p) for p in _lib.PLATFORMS}
-    if in_place is None:
-        mlir.register_lowering(primitive, lower_default)
-        for platform, lower in lowerings.items():
-            mlir.register_lowering(primitive, lower, platform=platform)
-    else:
-        # A rule that JAX caches sees nothing of the program around the call. One that it does not cache, it cannot
-        # lower for several platforms (until 0.12 at least): it adds these avals, a tuple then, to a list.
-        def lower_by_platform(ctx, *operands, **params):
-            ctx = ctx.replace(avals_out=list(ctx.avals_out))
-            return lower_per_platform(
-                ctx, target, lowerings, lower_default, set(), *operands, **params
-            )
 
-        mlir.register_lowering(primitive, lower_by_platform, cacheable=False)
+    # A rule that JAX caches sees nothing of the program around the call. One that it does not cache, it cannot lower
+    # for several platforms by itself (until 0.12 at least): it adds these avals, a tuple then, to a list.
+    def lower_by_platform(ctx, *operands, **params):
+        ctx = ctx.replace(avals_out=list(ctx.avals_out))
+        return lower_per_platform(ctx, target, lowerings, lower_default, set(), *operands, **params)
+
+    mlir.register_lowering(primitive, lower_by_platform, cacheable=in_place is None)
     # custom_partitioning needs the devices while its call is lowered. jit decides by looking for primitives in this
     # set, and does not see through a lowering rule.
     dispatch.prim_requires_devices_during_lowering.add(primitive)

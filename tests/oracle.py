@@ -415,9 +415,8 @@ def assert_close(actual, expected, dtype: str, xla=None, floor: float = 4.0, siz
     assert_same_pattern(actual, expected)
     error = relative_error(actual, expected, dtype, size)
     if dtype == "float64":
-        floor = max(
-            floor, 8.0
-        )  # the oracle's own sums err as much, differently on each kind of CPU
+        # The oracle's own sums err as much, differently on each kind of CPU.
+        floor = max(floor, 8.0)
     allowed = floor * UNIT[dtype]
     if xla is not None:
         xla_error = relative_error(xla, expected, dtype, size)

@@ -242,10 +242,6 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
   const Partial own = MergeWarp<kCenter, Partial>(running, std::integral_constant<int, kRows>(), lane);
   if (i == 0) shared.warps[q][warp] = own;
   load_parameters(thread);  // on their way while the sums meet
-  const auto merge = [&](Partial part, Acc count, Acc inverse) -> Partial {
-    if constexpr (kCenter) return Partial::MergeLanes(part, kLanes, 0, count, inverse);
-    return {count, 0, LaneReduce(part.squares, kLanes, [](Acc a, Acc b) { return a + b; })};
-  };
   const Acc cols = static_cast<Acc>(op.cols);
   Acc count = cols, inverse = op.inverse_cols;
   if (plan.cluster > 1) {
@@ -254,13 +250,15 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
     inverse = Partial::Inverse(count);
   }
   __syncthreads();
-  Partial total = merge(i < warps ? shared.warps[q][first_warp + i] : Partial::Identity(), count, inverse);
+  Partial total[] = {i < warps ? shared.warps[q][first_warp + i] : Partial::Identity()};
+  op.MergeLanes(center, total, kLanes, count, inverse);
   if (plan.cluster > 1) {
-    if (warp == 0 && i < plan.cluster) SendToPeer(&shared.blocks[q][rank], &shared.barrier, i, total);
+    if (warp == 0 && i < plan.cluster) SendToPeer(&shared.blocks[q][rank], &shared.barrier, i, total[0]);
     ReceiveFromPeers(&shared.barrier, plan.cluster * kRows * static_cast<int>(sizeof(Partial)), 0);
-    total = merge(i < plan.cluster ? shared.blocks[q][i] : Partial::Identity(), cols, op.inverse_cols);
+    total[0] = i < plan.cluster ? shared.blocks[q][i] : Partial::Identity();
+    op.MergeLanes(center, total, kLanes, cols, op.inverse_cols);
   }
-  const typename Op::Final of_row = {total.mean, InverseSqrt(fma(total.squares, op.inverse_cols, op.epsilon))};
+  const typename Op::Final of_row = {total[0].mean, InverseSqrt(fma(total[0].squares, op.inverse_cols, op.epsilon))};
   if (rank == 0 && warp == first_warp && i == 0) {
     op.StoreStatistics(center, shared.first_row[group] + q * kStep, of_row);
   }

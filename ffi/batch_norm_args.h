@@ -21,6 +21,10 @@
 //   with keep = 1 where the mask is on and 0 elsewhere (selected), and the terms of absent operands left out. n is the
 //   count, or without a mask outer * inner * `replicas`. Var (and scale) are there for dx with dy; x and mean if dbias or
 //   dmean is; operands beyond what is needed may be there all the same.
+// jaxnorm_batch_norm_train, on GPUs alone: jaxnorm_batch_norm_stats without a mask and then jaxnorm_batch_norm_fwd; mean
+//   and var are results.
+// jaxnorm_batch_norm_bwd, on GPUs alone: jaxnorm_batch_norm_sums and then jaxnorm_batch_norm_dx without a mask, dmean and
+//   dvar, for dx at least; dbias and dscale are results.
 //
 // Operands and results are those that the attributes `operands` and `results` name, in the order of the bits below.
 // Arrays (x, dy, residual, y, dx, dresidual) are of one dtype. mean, var, count, scale, bias and the gradients of mean,
@@ -300,6 +304,22 @@ inline ffi::Error CheckBatchNormDx(int64_t operands, int64_t results, int64_t re
     JAXNORM_CHECK(!(operands & kMoments) || Has(operands, kMoments));
     JAXNORM_CHECK(!(operands & (kSums | kMoments)) || Has(operands, kXhat));
   }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error CheckBatchNormTrain(int64_t operands, int64_t results, bool relu) {
+  constexpr int64_t kMoments = kBatchNormMean | kBatchNormVar;
+  JAXNORM_CHECK((operands & kMoments) == 0 && batch_norm_internal::Has(results, kMoments));
+  return CheckBatchNormFwd(operands | kMoments, results & ~kMoments, relu);
+}
+
+inline ffi::Error CheckBatchNormBwd(int64_t operands, int64_t results, int64_t replicas) {
+  using batch_norm_internal::Has, batch_norm_internal::Within;
+  constexpr int64_t kSums = kBatchNormDbias | kBatchNormDscale;
+  constexpr int64_t kNeeded = kBatchNormX | kBatchNormDy | kBatchNormMean | kBatchNormVar;
+  JAXNORM_CHECK(Has(operands, kNeeded) && Within(operands, kNeeded | kBatchNormBits | kBatchNormScale));
+  JAXNORM_CHECK(Has(results, kSums | kBatchNormDx) && Within(results, kSums | kBatchNormDx | kBatchNormDresidual));
+  JAXNORM_CHECK(replicas > 0);
   return ffi::Error::Success();
 }
 

@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ from jax.experimental.custom_partitioning import (
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -259,6 +262,32 @@ class Partition:
     local: Callable | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """A CUDA kernel that does the work of two calls, the second of which takes results of the first.
+
+    The primitives have the parameters `names` and `results`: of their operands and results, in an order that all calls
+    have.
+
+    Attributes:
+      first: name of the first call's primitive, whose `merged` is true.
+      target: name of the FFI target that does both, without the prefix.
+      passed: the first call's results, which must all be operands of the second.
+      shared: names that the first call's operands have in the second one. Both must have the same of them.
+      order: of all names.
+      scratch: as in `define_primitive`, of the call that does both.
+      fits: (**params) -> whether the kernel does what such a second call asks for.
+    """
+
+    first: str
+    target: str
+    passed: tuple[str, ...]
+    shared: tuple[str, ...]
+    order: tuple[str, ...]
+    scratch: Callable[..., int]
+    fits: Callable[..., bool] = lambda **params: True
+
+
 def define_primitive(
     name: str,
     *,
@@ -272,6 +301,8 @@ def define_primitive(
     scratch: Callable[..., int] | None = None,
     not_on_cuda: tuple[int, ...] = (),
     in_place: Callable[..., tuple[int, int] | None] | None = None,
+    merged: bool = False,
+    merge: Merge | None = None,
 ) -> Primitive:
     """Builds the primitive `jaxnorm_<name>`, which has several results, from its parts.
 
@@ -293,6 +324,8 @@ def define_primitive(
         What computes them otherwise is dead code then, unless something else uses it.
       in_place: (platform, **params) -> positions of an operand and of the result that may take its memory, if there are
         such. The kernels must be right then; whether a call does so, `_dies_here` decides.
+      merged: whether a later call may do this one's work, too (that of another primitive with such a `merge`).
+      merge: what an earlier call's work may be merged into this one's by.
 
     Returns:
       The primitive, without differentiation and batching rules.
@@ -372,6 +405,10 @@ def define_primitive(
                 return _formula(ctx, operands, params, reason)
 
     def _ffi_call(ctx, operands, params, platform):
+        if platform == "cuda" and merge and merge.target in _lib.module(platform).targets:
+            results = _merged_call(ctx, operands, params, merge, attributes)
+            if results is not None:
+                return results
         extra = scratch(*ctx.avals_in, **params) if scratch and platform == "cuda" else None
         if extra is not None:
             aval = ShapedArray((extra,), np.float32)
@@ -387,7 +424,8 @@ def define_primitive(
             operands = [operands[i] for i in taken]
         lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
         results = lower(ctx, *operands, **attributes(**params))
-        return results if extra is None else results[:-1]
+        results = results if extra is None else results[:-1]
+        return _placeholders(results) if merged and platform == "cuda" else results
 
     lowerings = {p: functools.partial(lower_kernel, p) for p in _lib.PLATFORMS}
 
@@ -397,7 +435,8 @@ def define_primitive(
         ctx = ctx.replace(avals_out=list(ctx.avals_out))
         return lower_per_platform(ctx, target, lowerings, lower_default, set(), *operands, **params)
 
-    mlir.register_lowering(primitive, lower_by_platform, cacheable=in_place is None)
+    alone = in_place is None and merge is None and not merged
+    mlir.register_lowering(primitive, lower_by_platform, cacheable=alone)
     # custom_partitioning needs the devices while its call is lowered. jit decides by looking for primitives in this
     # set, and does not see through a lowering rule.
     dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -416,6 +455,61 @@ def _dies_here(value) -> bool:
     """
     name = getattr(value.owner, "name", "")  # an argument belongs to a block, which has none
     return name in _PRODUCTS and not list(value.uses)
+
+
+def _placeholders(values):
+    """What later code refers to instead of the results of a call, so that another call can take its place."""
+    return [stablehlo.ReshapeOp(v.type, v).result for v in values]
+
+
+def _merged_call(ctx, operands, params, merge, attributes):
+    """Results of a call that does the work of an earlier one too and replaces it; None where there is none such.
+
+    Primitives are lowered one by one, and a collective may come between the two calls. So only the second one
+    knows that the first one's results came to it as they were.
+    """
+    given = dict(zip(params["names"], operands, strict=True))
+    if not given.keys() >= {*merge.passed} or not merge.fits(**params):
+        return None
+    shared = [given[n] for n in merge.shared if n in given]
+    first = _call_behind([given[n] for n in merge.passed], _lib.TARGET_PREFIX + merge.first)
+    if first is None or list(first.operands) != shared:
+        return None
+    names = tuple(n for n in params["names"] if n not in merge.passed)
+    results = tuple(n for n in merge.order if n in (*merge.passed, *params["results"]))
+    both = dict(params, names=names, results=results)
+    avals = dict(zip(params["names"], ctx.avals_in, strict=True))
+    avals |= zip(params["results"], ctx.avals_out, strict=True)
+    avals_in = [avals[n] for n in names]
+    scratch = ShapedArray((merge.scratch(*avals_in, **both),), np.float32)
+    ctx = ctx.replace(avals_in=avals_in, avals_out=[*(avals[n] for n in results), scratch])
+    lower = jax.ffi.ffi_lowering(_lib.TARGET_PREFIX + merge.target)
+    values = lower(ctx, *(given[n] for n in names), **attributes(**both))
+    of: dict[str, Any] = dict(zip(results, values[:-1], strict=True))
+    for name in merge.passed:
+        holder = given[name].owner.operation
+        holder.operands[0] = of[name]
+        holder.move_after(of[name].owner.operation)
+    first.operation.erase()
+    return [of[n] for n in params["results"]]
+
+
+def _call_behind(values, target):
+    """The call of which these are all results but for its scratch, if nothing has used them yet."""
+    holders = [v.owner for v in values]  # an argument belongs to a block, which has no name
+    if any(getattr(h, "name", "") != "stablehlo.reshape" for h in holders):
+        return None
+    behind = [h.operands[0] for h in holders]
+    call = behind[0].owner
+    if getattr(call, "name", "") != "stablehlo.custom_call":
+        return None
+    if ir.StringAttr(call.attributes["call_target_name"]).value != target:
+        return None
+    # The same block: what is moved behind a call within a loop's body could not be used after the loop.
+    current: Any = ir.InsertionPoint.current
+    here = call.operation.block == current.block
+    unused = not any(list(v.uses) for v in values)
+    return call if here and unused and behind == list(call.results)[:-1] else None
 
 
 def _layout(aval):

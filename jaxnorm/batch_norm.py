@@ -53,6 +53,7 @@ from jax.typing import ArrayLike
 from jaxnorm import _bits, _check
 from jaxnorm._primitive import (
     NOT_MAPPED,
+    Merge,
     Partition,
     acc_dtype,
     aval_like,
@@ -219,7 +220,7 @@ def batch_norm_inference(
     )
     for name, value in (("mean", mean), ("var", var)):
         given[name] = _feature_array(op, name, value, given["x"], call.axes)
-    return _normalise(call, given)["y"]
+    return _forward(given, ("y",), call.params)["y"]
 
 
 # ---- arguments ----
@@ -238,7 +239,6 @@ class _Call:
       axis_name: mapped axes over which statistics are combined; None for none.
       axis_index_groups: as passed, as tuples.
       replicas: number of devices whose statistics are combined.
-      keep: whether forward also returns what backward needs.
     """
 
     op: str
@@ -249,7 +249,6 @@ class _Call:
     axis_name: AxisName | None = None
     axis_index_groups: tuple[tuple[int, ...], ...] | None = None
     replicas: int = 1
-    keep: bool = False
 
     @property
     def params(self):
@@ -376,7 +375,6 @@ def _only(given, names):
     return {n: given.get(n) for n in names}
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _statistics(call, given):
     """Mean, var and with a mask count, of x on all devices."""
     results = ("mean", "var", "count") if "mask" in given else ("mean", "var")
@@ -386,94 +384,70 @@ def _statistics(call, given):
     return out
 
 
-@partial(_statistics.defjvp, symbolic_zeros=True)
-def _statistics_jvp(call, primals, tangents):
-    """Of statistics by themselves: in the derivative of backward, and where nothing else is differentiated."""
-    (given,), (dots,) = primals, tangents
-    out = _statistics(call, given)
-    first = {}
-    if type(dots["x"]) is not SymbolicZero:
-        operands = _only(given | out, _FIXED) | {"x_dot": dots["x"]}
-        first = _tangents_in(call, operands, ("mean_dot", "var_dot"))
-    return out, _tangents_like(out, {n: first.get(f"{n}_dot") for n in out})
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _normalise(call, given):
-    """Results by name: y, x's own statistics if none are given, and with `keep` what else backward needs."""
-    own = {} if "mean" in given else _statistics(call, _operands(given))
-    operands = _only(given | own, ("x", "mean", "var", "scale", "bias", "residual"))
-    results = ("y", "bits") if call.keep and call.relu else ("y",)
-    out = own | _bind(fwd_p, operands, results, call.params)
-    return out if call.keep else {n: v for n, v in out.items() if n != "count"}
+    """Result and statistics of x by these statistics, by name."""
+    own = _statistics(call, given)
+    y = _forward(given | own, ("y",), call.params)["y"]
+    return {"y": y, "mean": own["mean"], "var": own["var"]}
 
 
-def _operands(given):
-    return {n: given[n] for n in ("x", "mask") if n in given}
+def _forward(given, results, params):
+    names = ("x", "mean", "var", "scale", "bias", "residual")
+    return _bind(fwd_p, _only(given, names), results, params)
 
 
 @partial(_normalise.defjvp, symbolic_zeros=True)
 def _normalise_jvp(call, primals, tangents):
     (given,), (dots,) = primals, tangents
     dots = {n: t for n, t in dots.items() if type(t) is not SymbolicZero}
-    own = {} if "mean" in given else _named(_statistics(call, _operands(given)))
-    out = own | _named(_normalise(dataclasses.replace(call, keep=True), given | own))
-    known = given | out
+    own = _named(_statistics(call, given))
+    known = given | own
+    known |= _named(_forward(known, _kept(call.params), call.params))
 
-    # Without a ReLU the residual's tangent is added as it is.
-    first = dots if call.relu else {n: t for n, t in dots.items() if n != "residual"}
-    operands = _only(known, _FIXED) | {f"{n}_dot": first.get(n) for n in ("x", "residual")}
-    results = ("y_dot", "bias_dot", "scale_dot", "mean_dot", "var_dot")
-    first = _tangents_in(call, operands, results if own else results[:1])
-    out_dots = {n: first.pop(f"{n}_dot", None) for n in ("mean", "var")}
-    for name, t in _tangents_of_parameters(call, known, dots, bool(own)).items():
-        first[name] = _add(first.get(name), t)
+    def synchronise(sums):
+        if call.axis_name is not None:
+            for pair in (("bias_dot", "scale_dot"), ("mean_dot", "var_dot")):
+                if pair[0] in sums:
+                    total = call.psum(jnp.stack([sums[n] for n in pair]))
+                    sums |= zip(pair, total, strict=True)
+        return sums
 
-    if call.axis_name is not None and {"bias_dot", "scale_dot"} <= first.keys():
-        # Made varying together, so that the transpose is one all-reduce.
-        pair = jnp.stack([first["bias_dot"], first["scale_dot"]])
-        first["bias_dot"], first["scale_dot"] = vary_alike(pair, given["x"])[0]
-    if first.keys() - {"y_dot"}:
-        first = _linear(jvp_out_p, _only(known, _FIXED) | first, ("y_dot",), call.params)
-    out_dots["y"] = first.get("y_dot")
-    if not call.relu and "residual" in dots:
-        out_dots["y"] = _add(out_dots["y"], dots["residual"])
-    kept = out if call.keep else {n: out[n] for n in ("y", "mean", "var") if n in (*own, "y")}
-    return kept, _tangents_like(kept, out_dots)
+    def join(sums):
+        if call.axis_name is not None and {"bias_dot", "scale_dot"} <= sums.keys():
+            # Made varying together, so that the transpose is one all-reduce.
+            pair = jnp.stack([sums["bias_dot"], sums["scale_dot"]])
+            sums["bias_dot"], sums["scale_dot"] = vary_alike(pair, given["x"])[0]
+        return sums
 
-
-def _named(kept):
-    """For checkpoint policies: names that the user gives to results name other values."""
-    return {n: v if n == "y" else checkpoint_name(v, "jaxnorm_batch_norm") for n, v in kept.items()}
-
-
-def _tangents_in(call, operands, results):
-    """Those results of jvp_in that are not zero, summed over devices where they are sums."""
-    out = _linear(jvp_in_p, operands, results, call.params)
-    if call.axis_name is not None:
-        for pair in (("bias_dot", "scale_dot"), ("mean_dot", "var_dot")):
-            if pair[0] in out:
-                sums = call.psum(jnp.stack([out[n] for n in pair]))
-                out |= zip(pair, sums, strict=True)
-    return out
-
-
-def _tangents_like(values, tangents):
-    def tangent(name, value):
-        t = tangents.get(name)
-        if t is None:
-            return SymbolicZero(jax.typeof(value).to_tangent_aval())
-        return vary_alike(t, value)[0]
-
-    return {n: tangent(n, v) for n, v in values.items()}
-
-
-def _tangents_of_parameters(call, known, dots, own_statistics):
-    """What the tangents of scale, bias and given statistics add to bias_dot and scale_dot."""
     terms = {f"{n}_dot": dots[n] for n in ("bias", "scale") if n in dots}
-    if own_statistics:
-        return terms
-    factor = jax.lax.rsqrt(known["var"] + np.asarray(call.epsilon, known["var"].dtype))
+    results = ("y_dot", "bias_dot", "scale_dot", "mean_dot", "var_dot")
+    out = _tangents(known, dots, terms, results, call.params, synchronise, join)
+    kept = {n: known[n] for n in ("y", "mean", "var")}
+    return kept, {
+        n: SymbolicZero(jax.typeof(v).to_tangent_aval()) if t is None else vary_alike(t, v)[0]
+        for (n, v), t in zip(kept.items(), (out.get(f"{n}_dot") for n in kept), strict=True)
+    }
+
+
+def _stats_jvp(primals, tangents, *, names, results, **params):
+    """Of the statistics on one device, in the derivative of backward."""
+    given = dict(zip(names, primals, strict=True))
+    out = _bind(stats_p, given, results, params)
+    sums = {}
+    if type(tangents[names.index("x")]) is not ad.Zero:
+        operands = _only(given | out, _FIXED) | {"x_dot": tangents[names.index("x")]}
+        sums = _linear(jvp_in_p, operands, ("mean_dot", "var_dot"), dict(params, replicas=1))
+    return [out[r] for r in results], [_tangent(sums.get(f"{r}_dot"), out[r]) for r in results]
+
+
+def _fwd_jvp(primals, tangents, *, names, results, **params):
+    """By given statistics."""
+    given = dict(zip(names, primals, strict=True))
+    dots = {n: t for n, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    known = given | _named(_forward(given, _kept(params), params))
+    terms = {f"{n}_dot": dots[n] for n in ("bias", "scale") if n in dots}
+    factor = jax.lax.rsqrt(known["var"] + np.asarray(params["epsilon"], known["var"].dtype))
     square = jnp.square(factor)
     if "scale" in known:
         factor = factor * known["scale"]
@@ -483,7 +457,48 @@ def _tangents_of_parameters(call, known, dots, own_statistics):
         scale = known.get("scale", np.ones((), square.dtype))
         half = np.asarray(-0.5, square.dtype)
         terms["scale_dot"] = _add(terms.get("scale_dot"), half * scale * square * dots["var"])
-    return terms
+    y_dot = _tangents(known, dots, terms, ("y_dot",), params).get("y_dot")
+    out = [known[r] for r in results]
+    return out, [_tangent(y_dot if r == "y" else None, known[r]) for r in results]
+
+
+def _kept(params):
+    return ("y", "bits") if params["relu"] else ("y",)
+
+
+def _tangents(known, dots, terms, results, params, synchronise=lambda t: t, join=lambda t: t):
+    """Those of y, and with statistics of x's own those of mean and var, by name.
+
+    Args:
+      known: operands and results of forward.
+      dots: the operands' tangents.
+      terms: what else is part of bias_dot and scale_dot.
+      results: of jvp_in.
+      params: of the primitives.
+      synchronise: combines the sums of devices.
+      join: brings the two sums that jvp_out takes into a form whose transpose is one collective.
+    """
+    # Without a ReLU the residual's tangent is added as it is.
+    selected = ("x", "residual") if params["relu"] else ("x",)
+    operands = _only(known, _FIXED) | {f"{n}_dot": dots.get(n) for n in selected}
+    first = synchronise(_linear(jvp_in_p, operands, results, params))
+    out = {n: first.pop(n) for n in ("mean_dot", "var_dot") if n in first}
+    first = join(first | {n: _add(first.get(n), t) for n, t in terms.items()})
+    if first.keys() - {"y_dot"}:
+        first = _linear(jvp_out_p, _only(known, _FIXED) | first, ("y_dot",), params)
+    y_dot = first.get("y_dot")
+    if not params["relu"] and "residual" in dots:
+        y_dot = _add(y_dot, dots["residual"])
+    return out if y_dot is None else out | {"y_dot": y_dot}
+
+
+def _tangent(tangent, value):
+    return _zero(value) if tangent is None else vary_alike(tangent, value)[0]
+
+
+def _named(kept):
+    """For checkpoint policies: names that the user gives to results name other values."""
+    return {n: v if n == "y" else checkpoint_name(v, "jaxnorm_batch_norm") for n, v in kept.items()}
 
 
 def _merge(local, psum, position, size):
@@ -1037,7 +1052,7 @@ def _attributes(*extra):
     return attributes
 
 
-def _define(stem, formula, array, extra, scratch=None):
+def _define(stem, formula, array, extra, scratch=None, **options):
     """A primitive with kernels, of which `array` says the shape."""
 
     def partition(*args, **params):
@@ -1053,15 +1068,35 @@ def _define(stem, formula, array, extra, scratch=None):
         sharding_rule=_sharding_rule,
         partition=partition,
         scratch=scratch,
+        **options,
     )
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
     return primitive
 
 
-stats_p = _define("stats", _stats_formula, "x", (), partial(_scratch, 3))
-fwd_p = _define("fwd", _fwd_formula, "x", ("epsilon", "relu"))
-sums_p = _define("sums", _sums_formula, "dy", ("epsilon",), partial(_scratch, 2))
-dx_p = _define("dx", _dx_formula, "dy", ("epsilon", "replicas"))
+# On a GPU both passes are one call where nothing comes between them: one launch, if the device can hold the arrays.
+_TRAIN = Merge(
+    first="batch_norm_stats",
+    target="batch_norm_train",
+    passed=("mean", "var"),
+    shared=("x",),
+    order=_KERNEL_NAMES,
+    scratch=partial(_scratch, 3),
+)
+_BWD = Merge(
+    first="batch_norm_sums",
+    target="batch_norm_bwd",
+    passed=("dbias", "dscale"),
+    shared=("x", "dy", "bits", "mean", "var"),
+    order=_KERNEL_NAMES,
+    scratch=partial(_scratch, 2),
+    fits=lambda *, names, results, **_: "dx" in results and not {"mask", "dmean"} & {*names},
+)
+
+stats_p = _define("stats", _stats_formula, "x", (), partial(_scratch, 3), merged=True)
+fwd_p = _define("fwd", _fwd_formula, "x", ("epsilon", "relu"), merge=_TRAIN)
+sums_p = _define("sums", _sums_formula, "dy", ("epsilon",), partial(_scratch, 2), merged=True)
+dx_p = _define("dx", _dx_formula, "dy", ("epsilon", "replicas"), merge=_BWD)
 jvp_in_p = define_formula(
     "batch_norm_jvp_in", abstract=_abstract, formula=_reference(_jvp_in_formula)
 )
@@ -1069,6 +1104,9 @@ jvp_out_p = define_formula(
     "batch_norm_jvp_out", abstract=_abstract, formula=_reference(_jvp_out_formula)
 )
 define_dce(fwd_p, _prune_bits)
+
+ad.primitive_jvps[stats_p] = _stats_jvp
+ad.primitive_jvps[fwd_p] = _fwd_jvp
 
 _PATHS = {jvp_in_p: _JVP_IN, jvp_out_p: _JVP_OUT, sums_p: _SUMS, dx_p: _DX}
 for _primitive, _formula, _transposed in (

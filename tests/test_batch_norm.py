@@ -57,6 +57,10 @@ def formula(
     return jnp.where(y > 0, y, jnp.zeros((), y.dtype)) if activation else y, mean, var
 
 
+def _first(y, *moments):
+    return y, moments
+
+
 def check(
     x,
     *,
@@ -102,9 +106,11 @@ def check(
 
         @jax.jit
         def both(*args):
-            out, pullback = jax.vjp(call, *args)
-            ct = (dy, dmean, dvar) if statistics else (dy, *map(jnp.zeros_like, out[1:]))
-            return out, pullback(ct)
+            if statistics:
+                out, pullback = jax.vjp(call, *args)
+                return out, pullback((dy, dmean, dvar))
+            y, pullback, moments = jax.vjp(lambda *a: _first(*call(*a)), *args, has_aux=True)
+            return (y, *moments), pullback(dy)
 
         return both(*given.values())
 
@@ -837,7 +843,8 @@ def test_vmap_over_any_axis(mapped, axis, activation):
         return
     mapped_last = jax.vmap(lambda x: jaxnorm.batch_norm(x, scale, axis=axis)[0], mapped, mapped)
     text = jax.jit(mapped_last).lower(stacked).as_text()
-    assert text.count("custom_call @jaxnorm_batch_norm") == 2
+    # The two passes, or on a GPU one call for both.
+    assert text.count("custom_call @jaxnorm_batch_norm") == (1 if "batch_norm_train" in text else 2)
     beside = (1, 2) if axis == 1 else (3, 4)
     assert ("stablehlo.transpose" in text) == (mapped not in (0, *beside))
 

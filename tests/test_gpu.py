@@ -192,6 +192,39 @@ def test_batch_norm_in_several_runs(shape, axis, dtype):
 
 
 @pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((16, 112, 112, 32), 3),  # every block has some of every channel
+        ((32, 56, 56, 64), 3),  # so many of them that their posts are relayed
+        ((40, 9, 128), 2),  # blocks with fewer lines than threads
+        ((100, 8), 1),  # a row is one thread
+        ((1, 16), 1),  # one block
+        ((16, 32, 112, 112), 1),  # parts of a channel
+        ((37, 24, 40, 8), 1),  # whole channels, several rows of threads
+        ((19, 512, 8, 8), 1),  # several channels to a block
+        ((5, 66, 24, 24), 1),  # fewer tiles than blocks
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_batch_norm_on_chip(shape, axis, dtype):
+    """Calls that are one launch. Later images are larger: one that is left out shows."""
+    rest = (1,) * (len(shape) - 1)
+    x = rand(shape, "float32") + np.linspace(0, 9, shape[0], dtype="float32").reshape(-1, *rest)
+    for relu, residual in ((False, False), (True, False), (True, True)):
+        options = {"axis": axis, "parameters": "float32", "relu": relu, "residual": residual}
+        test_batch_norm.check(x.astype(dtype), floor=64, **options)
+    # Far from 0, and the first of each feature, which distances are taken from, far from all others.
+    far = (x + 1e4).at[0].set(0) if shape[0] > 1 else x + 1e4
+    f = jax.jit(lambda x: jaxnorm.batch_norm(x, axis=axis))
+    reduced = tuple(i for i in range(x.ndim) if i != axis)
+    first, second = f(far), f(far)
+    np.testing.assert_allclose(first[1], np.mean(oracle.f64(far), reduced), rtol=1e-6)
+    np.testing.assert_allclose(first[2], np.var(oracle.f64(far), reduced), rtol=1e-5, atol=1e-6)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
     "last", [5, 6, 7, 9, 11, 12, 13, 14, 15, 18, 20, 25, 27, 28, 30, 36, 44, 60, 100]
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -685,10 +718,8 @@ def test_calls_are_captured_in_a_cuda_graph(tmp_path):
         "jaxnorm_relu_bwd",
         "jaxnorm_norm_fwd",
         "jaxnorm_norm_bwd",
-        "jaxnorm_batch_norm_stats",
-        "jaxnorm_batch_norm_fwd",
-        "jaxnorm_batch_norm_sums",
-        "jaxnorm_batch_norm_dx",
+        "jaxnorm_batch_norm_train",
+        "jaxnorm_batch_norm_bwd",
         "jaxnorm_cross_entropy_fwd",
         "jaxnorm_cross_entropy_bwd",
     }

@@ -45,6 +45,12 @@ __device__ __forceinline__ A Reciprocal(A x) {
   }
 }
 
+// What means are distances from. Any finite number will do.
+template <typename A>
+__device__ __forceinline__ A Origin(A first) {
+  return first - first == 0 ? first : A{0};
+}
+
 // ---- Operands and results ----
 
 // What group g has begins at data + g * stride elements.
@@ -662,6 +668,12 @@ struct BatchNormCall {
     return ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args);
   }
 };
+
+// The passes, each in a file of its own. `scratch` is what Python gives a reduction.
+ffi::Error RunBatchNormStats(cudaStream_t stream, const BatchNormCall& call, ffi::AnyBuffer scratch);
+ffi::Error RunBatchNormFwd(cudaStream_t stream, const BatchNormCall& call, double epsilon, bool relu);
+ffi::Error RunBatchNormSums(cudaStream_t stream, const BatchNormCall& call, double epsilon, ffi::AnyBuffer scratch);
+ffi::Error RunBatchNormDx(cudaStream_t stream, const BatchNormCall& call, double epsilon, int64_t replicas);
 
 inline auto BatchNormBinding() {
   return ffi::Ffi::Bind()

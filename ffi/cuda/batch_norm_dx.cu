@@ -150,12 +150,9 @@ ffi::Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormA
   });
 }
 
-ffi::Error BatchNormDx(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                       int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                       int64_t replicas) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormDx(operand_names, result_names, replicas));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+}  // namespace
+
+ffi::Error RunBatchNormDx(cudaStream_t stream, const BatchNormCall& call, double epsilon, int64_t replicas) {
   const BatchNormArgs& args = call.args;
   if (args.shape.groups * args.shape.group_size() == 0) return ffi::Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
@@ -169,6 +166,17 @@ ffi::Error BatchNormDx(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Re
       return RunDx<T, bits, true, false>(*call.device, stream, args, epsilon, replicas);
     });
   });
+}
+
+namespace {
+
+ffi::Error BatchNormDx(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                       int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                       int64_t replicas) {
+  BatchNormCall call;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormDx(operand_names, result_names, replicas));
+  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+  return RunBatchNormDx(stream, call, epsilon, replicas);
 }
 
 JAXNORM_REGISTER(batch_norm_dx, BatchNormDx, BatchNormBinding().Attr<double>("epsilon").Attr<int64_t>("replicas"),

@@ -98,12 +98,9 @@ ffi::Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNorm
   });
 }
 
-ffi::Error BatchNormFwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                        bool relu) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormFwd(operand_names, result_names, relu));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+}  // namespace
+
+ffi::Error RunBatchNormFwd(cudaStream_t stream, const BatchNormCall& call, double epsilon, bool relu) {
   const BatchNormArgs& args = call.args;
   if (args.shape.groups * args.shape.group_size() == 0) return ffi::Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
@@ -112,6 +109,17 @@ ffi::Error BatchNormFwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::R
                            : RunFwd<T, false, bits>(*call.device, stream, args, epsilon, relu);
     });
   });
+}
+
+namespace {
+
+ffi::Error BatchNormFwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                        bool relu) {
+  BatchNormCall call;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormFwd(operand_names, result_names, relu));
+  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+  return RunBatchNormFwd(stream, call, epsilon, relu);
 }
 
 JAXNORM_REGISTER(batch_norm_fwd, BatchNormFwd, BatchNormBinding().Attr<double>("epsilon").Attr<bool>("relu"),

@@ -42,12 +42,6 @@ struct Totals {
   static __device__ __forceinline__ Totals Merge(const Totals& a, const Totals& b) { return {a.g + b.g, a.gx + b.gx}; }
 };
 
-// What means are distances from. Any finite number will do.
-template <typename A>
-__device__ __forceinline__ A Origin(A first) {
-  return first - first == 0 ? first : A{0};
-}
-
 // ---- From columns to channels ----
 
 // Channels of a tile at most. (The first may be there in part, and once more behind the last.)

@@ -84,6 +84,20 @@ ffi::Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNor
   });
 }
 
+}  // namespace
+
+ffi::Error RunBatchNormSums(cudaStream_t stream, const BatchNormCall& call, double epsilon, ffi::AnyBuffer scratch) {
+  if (call.args.shape.groups * call.args.shape.channels == 0) return ffi::Error::Success();
+  return DispatchFloat(call.args.dtype, [&]<typename T>(std::type_identity<T>) {
+    return DispatchBits<T>(call.args, [&](auto bits) {
+      return call.args.dscale ? RunSums<T, bits, true>(*call.device, stream, call.args, epsilon, scratch)
+                              : RunSums<T, bits, false>(*call.device, stream, call.args, epsilon, scratch);
+    });
+  });
+}
+
+namespace {
+
 ffi::Error BatchNormSums(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
                          int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon) {
   BatchNormCall call;
@@ -91,13 +105,7 @@ ffi::Error BatchNormSums(cudaStream_t stream, ffi::RemainingArgs operands, ffi::
   JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
   auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
   if (scratch.has_error()) return scratch.error();
-  if (call.args.shape.groups * call.args.shape.channels == 0) return ffi::Error::Success();
-  return DispatchFloat(call.args.dtype, [&]<typename T>(std::type_identity<T>) {
-    return DispatchBits<T>(call.args, [&](auto bits) {
-      return call.args.dscale ? RunSums<T, bits, true>(*call.device, stream, call.args, epsilon, **scratch)
-                              : RunSums<T, bits, false>(*call.device, stream, call.args, epsilon, **scratch);
-    });
-  });
+  return RunBatchNormSums(stream, call, epsilon, **scratch);
 }
 
 JAXNORM_REGISTER(batch_norm_sums, BatchNormSums, BatchNormBinding().Attr<double>("epsilon"),

@@ -1,0 +1,175 @@
+// batch_norm backward, its sums and dx in one call. batch_norm_args.h states the exact results.
+//
+// Bytes per element of b bytes where the device holds x and dy (batch_norm_resident.cuh): 3b, with the residual's cotangent
+// 4b, and 1/8 for the bits. Elsewhere the two passes, which read x, dy and the bits twice.
+#include "cuda/batch_norm_resident.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// Numbers of each channel. kSlope: rstd until it is known.
+enum : int { kMean, kFactor, kSlope, kOffset, kNumbers };
+
+constexpr int kFirstBits = 16;  // of a thread's cells, that are asked for before the cells
+
+// Of a channel. As it is loaded: arithmetic would wait for it.
+struct Known {
+  float mean, var, scale;
+};
+
+__device__ __forceinline__ Known Load(const GroupArrays& arrays, uint32_t channel) {
+  return {arrays.mean.Of<float>(0)[channel], arrays.var.Of<float>(0)[channel],
+          arrays.scale ? arrays.scale.Of<float>(0)[channel] : 1};
+}
+
+template <typename T, Bits kBits, bool kAlike>
+__global__ void __launch_bounds__(kResidentThreads, 1)
+    BatchNormBwdKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ ResidentPlan plan,
+                       float epsilon) {
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
+  Resident<T, 2, kNumbers, kAlike> block(plan, shared_bytes);
+  const T* const x = arrays.x.Of<T>(0);
+  const T* const dy = arrays.dy.Of<T>(0);
+  [[maybe_unused]] const uint8_t* const bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(0);
+  const auto load_bits = [&](uint32_t turn) { return bits[(block.at + turn * block.stride) / kCols]; };
+  // Before the copies: behind them they would come last.
+  Known known;
+  if (threadIdx.x < plan.slots) known = Load(arrays, block.first_channel + threadIdx.x);
+  [[maybe_unused]] uint8_t first_bits[kFirstBits];
+  if constexpr (kBits != Bits::kNone) {
+#pragma unroll
+    for (int turn = 0; turn < kFirstBits; ++turn) {
+      if (turn < block.turns) first_bits[turn] = load_bits(turn);
+    }
+  }
+  block.Copy({dy, x});
+#pragma unroll 1
+  for (uint32_t slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
+    if (slot >= blockDim.x) known = Load(arrays, block.first_channel + slot);
+    block.Number(kMean, slot) = known.mean;
+    const float rstd = rsqrt(known.var + epsilon);
+    block.Number(kFactor, slot) = rstd * known.scale;
+    block.Number(kSlope, slot) = rstd;
+  }
+  if constexpr (kBits != Bits::kNone) {
+#pragma unroll
+    for (int turn = 0; turn < kFirstBits; ++turn) {
+      if (turn < block.turns) StoreSharedByte(block.ByteAddress(turn), first_bits[turn]);
+    }
+#pragma unroll 1
+    for (uint32_t turn = kFirstBits; turn < block.turns; ++turn) {
+      StoreSharedByte(block.ByteAddress(turn), load_bits(turn));
+    }
+  }
+  __syncthreads();
+
+  const auto mean = block.Numbers(kMean);
+  T* const dresidual = arrays.dresidual ? arrays.dresidual.Of<T>(0) : nullptr;
+  float sum[kCols] = {}, product[kCols] = {};
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (int group = 0; group < kCopyGroups; ++group) {
+    const uint32_t end = block.WaitForGroup(group);
+#pragma unroll 2
+    for (; turn < end; ++turn) {
+      Cells<T> g = block.Load(0, turn);
+      const auto values = block.Load(1, turn).Get();
+      if constexpr (kBits != Bits::kNone) {
+        g.Select(LoadSharedByte(block.ByteAddress(turn)));
+        block.Store(0, turn, g);
+      }
+      if (dresidual) g.Store(dresidual + (block.at + turn * block.stride));
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        const float v = ToAcc(g.Get().v[j]);
+        sum[j] += v;
+        product[j] += v * (ToAcc(values.v[j]) - mean[j]);
+      }
+    }
+  }
+  using Numbers = ColumnNumbers<kAlike>;
+  block.Merge(Numbers::Sum(sum), Numbers::Sum(product),
+              [&](uint32_t slot, const Sums& sums) { block.Write(slot, sums); });
+
+  block.Exchange(
+      [&](auto sum) {
+        return Sums{sum([](Sums post, float) { return post.first; }),
+                    sum([](Sums post, float) { return post.second; })};
+      },
+      [&](uint32_t slot, Sums total) {
+        const float factor = block.Number(kFactor, slot), rstd = block.Number(kSlope, slot);
+        const float dscale = total.second * rstd;
+        block.Number(kSlope, slot) = -factor * rstd * dscale * plan.inverse_count;
+        block.Number(kOffset, slot) = -factor * total.first * plan.inverse_count;
+        if (block.sharer == 0) {
+          arrays.dbias.Of<float>(0)[block.first_channel + slot] = total.first;
+          arrays.dscale.Of<float>(0)[block.first_channel + slot] = dscale;
+        }
+      });
+  const uint64_t left_before = threadIdx.x == 0 ? block.Leave() : 0;
+  const auto factor = block.Numbers(kFactor), slope = block.Numbers(kSlope), offset = block.Numbers(kOffset);
+  T* const dx = arrays.dx.Of<T>(0);
+  ForTurns<4>(block.turns, [&](auto at_once, uint32_t turn) {
+    Cells<T> g[at_once], v[at_once];
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) {
+      g[k] = block.Load(0, turn + k);
+      v[k] = block.Load(1, turn + k);
+    }
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) {
+      float values[kCols];
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        const float drift = slope[j] * (ToAcc(v[k].Get().v[j]) - mean[j]) + offset[j];
+        values[j] = factor[j] * ToAcc(g[k].Get().v[j]) + drift;
+      }
+      g[k].Set(RoundVec<T>(values));
+      g[k].Store(dx + (block.at + (turn + k) * block.stride));
+    }
+  });
+  block.ClearAfterLast(left_before);
+}
+
+// If the device can hold x and dy; then *done is set.
+template <typename T, Bits kBits>
+ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
+                       int64_t replicas, ffi::AnyBuffer scratch, bool* done) {
+  ResidentPlan plan;
+  Grid grid;
+  *done = PlanResident < T, 2, kNumbers, kBits != Bits::kNone > (device, args.shape, scratch, &plan, &grid);
+  if (!*done) return ffi::Error::Success();
+  plan.inverse_count /= static_cast<float>(replicas);
+  return ForGroups(args, [&](const GroupArrays& arrays) {
+    *done = AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual);
+    if (!*done) return ffi::Error::Success();
+    const auto launch = [&](auto alike) {
+      return Launch<BatchNormBwdKernel<T, kBits, alike>>(device, stream, grid, "BatchNormBwdKernel", arrays, plan,
+                                                         static_cast<float>(epsilon));
+    };
+    return IsAlike(args.shape) ? launch(std::true_type()) : launch(std::false_type());
+  });
+}
+
+ffi::Error BatchNormBwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                        int64_t replicas) {
+  BatchNormCall call;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormBwd(operand_names, result_names, replicas));
+  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
+  if (scratch.has_error()) return scratch.error();
+  bool done = false;
+  JAXNORM_RETURN_IF_ERROR(IfResident(call.args, [&]<typename T>(std::type_identity<T>, auto bits) {
+    return RunResident<T, bits>(*call.device, stream, call.args, epsilon, replicas, **scratch, &done);
+  }));
+  if (done) return ffi::Error::Success();
+  JAXNORM_RETURN_IF_ERROR(RunBatchNormSums(stream, call, epsilon, **scratch));
+  return RunBatchNormDx(stream, call, epsilon, replicas);
+}
+
+JAXNORM_REGISTER(batch_norm_bwd, BatchNormBwd, BatchNormBinding().Attr<double>("epsilon").Attr<int64_t>("replicas"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

@@ -1,0 +1,516 @@
+// batch_norm of arrays that the device can hold on chip, in one launch: what its two kernels share, forward
+// (batch_norm_train.cu) and backward (batch_norm_bwd.cu).
+//
+// A block has the same elements from beginning to end. It copies them to shared memory, reduces them as they come, and
+// posts what it has found of each channel for the blocks that share the channel; when it has read their posts, it goes
+// over its elements again. So each element is read once, and there is no launch to wait for.
+//
+// Such a launch is short: instructions that are fetched for the first time are a large part of it, as in the last step of
+// batch_norm_reduce.cuh. So there are two layouts of their own and none for the rest, everything fits 32 bits, and what is
+// done twice is the same code.
+#ifndef JAXNORM_CUDA_BATCH_NORM_RESIDENT_CUH_
+#define JAXNORM_CUDA_BATCH_NORM_RESIDENT_CUH_
+
+#include "cuda/batch_norm.cuh"
+#include "cuda/rows.cuh"
+
+namespace jaxnorm {
+
+inline constexpr int kResidentThreads = 512;
+inline constexpr int kCopyGroups = 4;  // what comes first is looked at while the rest is on its way
+inline constexpr int kLanePosts = 9;   // that a lane reads at once
+inline constexpr int kMostBlocks = kWarp * kLanePosts;
+
+// Two sums of some elements of a channel.
+struct Sums {
+  float first = 0, second = 0;
+
+  __device__ __forceinline__ Sums& operator+=(const Sums& other) {
+    first += other.first;
+    second += other.second;
+    return *this;
+  }
+};
+
+// Of `lanes` lanes.
+__device__ __forceinline__ Sums LaneSums(Sums sums, uint32_t lanes) {
+#pragma unroll 1
+  for (uint32_t offset = 1; offset < lanes; offset *= 2) sums += ShuffleXor(sums, offset);
+  return sums;
+}
+
+// An array is `lines` lines of cols = channels * inner elements. A block has `span` of them (the last ones may have
+// fewer), and of each a tile: whole channels, or a part of one. Blocks that share channels are neighbours.
+struct ResidentPlan {
+  uint32_t cols, lines;
+  uint32_t span;     // lines of a block
+  uint32_t tile;     // columns of a block
+  uint32_t parts;    // tiles of a channel, if it has more than one
+  uint32_t sharers;  // blocks that share a channel: sharer i has lines i / parts * span and following
+  uint32_t slots;    // channels of a tile
+  // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.
+  uint32_t own_entries;
+  uint32_t rows;                  // lines that a block works on at once
+  uint32_t turns;                 // lines that a thread has at most,
+  uint32_t group;                 // and in each of the kCopyGroups but the first, which is one turn of 16
+  uint32_t lane_bits;             // 2^lane_bits lanes of a warp merge a channel's entries
+  uint32_t post_bits;             // and 2^post_bits its posts
+  bool relayed;                   // each block reads the posts of some channels only, and posts what they come to
+  uint32_t read_slots;            // how many those are at most; else all
+  uint32_t entry_bytes;           // of shared memory; the numbers of each slot follow, then the cells
+  uint32_t whole;                 // sharers that have `span` lines
+  float elements, last_elements;  // of a channel, that one of those has, and one of the others
+  float inverse_count;            // 1 / the number of a channel's elements
+  FastDiv by_sharers, by_parts, by_row_threads, by_own_entries, by_rows;
+  Post<Sums>* posts;
+  Post<Sums>* totals;   // of each channel, if relayed
+  Post<Sums>* counter;  // of blocks that have read all that they need
+  uint64_t tag;
+};
+
+// ---- Launch ----
+
+// Whether the columns of a thread are of one channel, or else of neighbouring ones.
+inline bool IsAlike(const BatchNormShape& shape) { return shape.inner % kCols == 0; }
+
+// Cuts an array so that the blocks of one wave can hold kArrays such arrays, with a byte for each 8 elements if kBits, and
+// kNumbers of each channel. False if they cannot, or if columns lie otherwise.
+template <typename T, int kArrays, int kNumbers, bool kBits>
+bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::AnyBuffer scratch, ResidentPlan* plan,
+                  Grid* grid) {
+  constexpr int64_t kLeastColumns = 1024;  // each copy takes time
+  constexpr int64_t kMostRelayed = 128;    // channels: for more of them this takes longer than two passes
+  constexpr int64_t kExchange = 1 << 15;   // takes as long as a block takes to read so many bytes
+  constexpr int64_t kCellBytes = int64_t{kArrays} * kCols * sizeof(T) + kBits;
+  const int64_t shared_bytes = device.max_shared_bytes - kStaticSharedBytes, size = shape.group_size();
+  const int64_t blocks = std::min(device.sms, kMostBlocks), cols = shape.channels * shape.inner;
+  const bool alike = IsAlike(shape);
+  if (!device.clusters || shape.groups != 1 || size == 0 || cols % kCols != 0 || (!alike && shape.inner != 1))
+    return false;
+  if (size / kCols * kCellBytes > shared_bytes * blocks) return false;
+  const auto posts_room = static_cast<int64_t>(scratch.size_bytes() / sizeof(Post<Sums>));
+  int64_t best = INT64_MAX;
+  const auto consider = [&](int64_t tile, int64_t spans) {
+    const int64_t tiles = cols / tile, row_threads = tile / kCols;
+    if (row_threads > kResidentThreads || spans < 1 || (!alike && !std::has_single_bit(static_cast<uint64_t>(tile))))
+      return;
+    const int64_t span = CeilDiv(shape.outer, spans);
+    spans = CeilDiv(shape.outer, span);
+    const int64_t parts = std::max<int64_t>(1, shape.inner / tile), sharers = spans * parts;
+    const int64_t slots = std::max<int64_t>(1, tile / shape.inner);
+    const int64_t rows = std::min(kResidentThreads / row_threads, span), turns = CeilDiv(span, rows);
+    const int64_t threads = CeilDiv(rows * row_threads, kWarp) * kWarp;
+    const int64_t own_entries = alike                 ? std::min(tile, shape.inner) / kCols
+                                : row_threads < kWarp ? threads / kWarp
+                                                      : rows;
+    const int64_t entry_bytes =
+        CeilDiv(std::max(slots, alike ? threads : (slots + 1) * own_entries) * int64_t{sizeof(Sums)}, kVecBytes) *
+        kVecBytes;
+    const int64_t padded_slots = CeilDiv(slots, 4) * 4;
+    const int64_t bytes = entry_bytes + padded_slots * kNumbers * sizeof(float) + span * tile * kArrays * sizeof(T) +
+                          (kBits ? turns * threads : 0);
+    uint32_t lane_bits = 0, post_bits = 0;
+    while (1 << lane_bits < kWarp && 1 << lane_bits < own_entries && slots << (lane_bits + 1) <= threads) ++lane_bits;
+    while (kLanePosts << post_bits < sharers) ++post_bits;
+    if (bytes > shared_bytes || 1 << post_bits > kWarp || shape.channels * (sharers + 1) + 1 > posts_room) return;
+    const int64_t post_bytes = slots * sharers * int64_t{sizeof(Post<Sums>)};
+    const bool relayed = post_bytes > kExchange;
+    if (relayed && slots > kMostRelayed) return;
+    const int64_t cost =
+        turns * threads * kCellBytes + (sharers == 1 ? 0 : kExchange + (relayed ? kExchange : post_bytes));
+    if (cost >= best) return;
+    best = cost;
+    auto* const posts = static_cast<Post<Sums>*>(scratch.untyped_data());
+    const int64_t columns = std::min(tile, shape.inner);  // of a channel
+    const auto narrow = [](int64_t n) { return static_cast<uint32_t>(n); };
+    const auto by = [](int64_t n) { return FastDiv(static_cast<int32_t>(n)); };
+    *plan = {.cols = narrow(cols),
+             .lines = narrow(shape.outer),
+             .span = narrow(span),
+             .tile = narrow(tile),
+             .parts = narrow(parts),
+             .sharers = narrow(sharers),
+             .slots = narrow(slots),
+             .own_entries = narrow(own_entries),
+             .rows = narrow(rows),
+             .turns = narrow(turns),
+             .group = narrow(CeilDiv(turns, kCopyGroups - 1)),
+             .lane_bits = lane_bits,
+             .post_bits = post_bits,
+             .relayed = relayed,
+             .read_slots = narrow(relayed ? CeilDiv(slots, sharers) : slots),
+             .entry_bytes = narrow(entry_bytes),
+             .whole = narrow((spans - 1) * parts),
+             .elements = static_cast<float>(span * columns),
+             .last_elements = static_cast<float>((shape.outer - (spans - 1) * span) * columns),
+             .inverse_count = static_cast<float>(1.0 / static_cast<double>(shape.reduced())),
+             .by_sharers = by(sharers),
+             .by_parts = by(parts),
+             .by_row_threads = by(row_threads),
+             .by_own_entries = by(own_entries),
+             .by_rows = by(rows),
+             .posts = posts,
+             .totals = posts + shape.channels * sharers,
+             .counter = posts + shape.channels * (sharers + 1),
+             .tag = 0};
+    *grid = {.blocks = tiles * spans,
+             .threads = static_cast<int>(threads),
+             .shared_bytes = static_cast<int>(bytes),
+             .cooperative = true};
+  };
+  // Tiles: parts of a channel, or whole channels.
+  for (int64_t tiles = 1; tiles <= std::min(blocks, cols / kCols); ++tiles) {
+    const int64_t tile = cols / tiles;
+    if (cols % tiles != 0 || tile % kCols != 0 || (tiles > 1 && tile < kLeastColumns)) continue;
+    if (tile % shape.inner != 0 && shape.inner % tile != 0) continue;
+    consider(tile, 1);
+    consider(tile, std::min(blocks / tiles, shape.outer));
+  }
+  if (best == INT64_MAX) return false;
+  plan->tag = LaunchTag();
+  return true;
+}
+
+// Calls run(std::type_identity<T>(), std::integral_constant<Bits>()) where there are kernels for such a call.
+template <typename F>
+ffi::Error IfResident(const BatchNormArgs& args, F&& run) {
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T> type) {
+    if constexpr (sizeof(T) < 8) {
+      return DispatchBits<T>(args, [&](auto bits) {
+        if constexpr (bits != Bits::kRagged) return run(type, bits);
+        return ffi::Error::Success();
+      });
+    }
+    return ffi::Error::Success();
+  });
+}
+
+// ---- In a kernel ----
+
+__device__ __forceinline__ void StoreSharedByte(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t LoadSharedByte(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// A number for each of a thread's columns: one for all where they are of one channel.
+template <bool kAlike>
+struct ColumnNumbers {
+  static constexpr int kCount = kAlike ? 1 : kCols;
+  float of[kCount];
+  __device__ __forceinline__ float& operator[](int j) { return of[kAlike ? 0 : j]; }
+  __device__ __forceinline__ float operator[](int j) const { return of[kAlike ? 0 : j]; }
+
+  // Of sums of each column. (Each by itself, they lose less, and wait less for each other.)
+  static __device__ __forceinline__ ColumnNumbers Sum(const float (&columns)[kCols]) {
+    ColumnNumbers numbers;
+    if constexpr (kAlike) {
+      numbers[0] = TreeSum(columns);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) numbers[j] = columns[j];
+    }
+    return numbers;
+  }
+};
+
+// What a block has, and this thread's cells of `kArrays` arrays in shared memory.
+template <typename T, int kArrays, int kNumbers, bool kAlike>
+class Resident {
+  static constexpr int kVecs = Cells<T>::kVecs;
+
+ public:
+  const ResidentPlan& plan;
+  uint32_t at, stride;  // the thread's first element, and from one of its lines to the next
+  uint32_t turns;       // how many it has
+  uint32_t sharer;      // this block, of those that share its channels
+  uint32_t first_channel;
+  uint32_t held;  // elements of a channel that the block has
+
+  __device__ __forceinline__ Resident(const ResidentPlan& plan, uint4* shared) : plan(plan) {
+    const uint32_t owner = plan.by_sharers.DivMod(blockIdx.x, &sharer);
+    uint32_t part, column;
+    const uint32_t begin = plan.by_parts.DivMod(sharer, &part) * plan.span;
+    const uint32_t row = plan.by_row_threads.DivMod(threadIdx.x, &column);
+    lines_ = min(plan.span, plan.lines - begin);
+    first_channel = owner * plan.slots;
+    held = lines_ * (kAlike ? plan.own_entries * kCols : 1);
+    stride = plan.rows * plan.cols;
+    begin_ = begin * plan.cols + (owner * plan.parts + part) * plan.tile;
+    at = begin_ + row * plan.cols + column * kCols;
+    turns = row < min(plan.rows, lines_) ? plan.by_rows.Div(lines_ - row + plan.rows - 1) : 0;
+    __shared__ uint64_t copied[kCopyGroups];
+    copied_ = copied;
+    numbers_ = reinterpret_cast<float*>(shared + plan.entry_bytes / sizeof(uint4));
+    entries_ = reinterpret_cast<Sums*>(shared);
+    slot_ = kAlike ? plan.by_own_entries.Div(column) : column * kCols;
+    cells_ = SharedAddress(numbers_ + kNumbers * Padded());
+    own_ = cells_ + (row * plan.tile + column * kCols) * sizeof(T);
+    if (blockIdx.x == 0 && threadIdx.x == 0) plan.counter->Write({}, plan.tag);
+  }
+
+  // ---- Cells ----
+
+  // Asks for all cells, of arrays that begin at from[0], from[1], ...: by one warp, for whole lines or tiles at a time. A
+  // thread that copied its own would wait until the last copy is under way, instead of looking at the first.
+  __device__ __forceinline__ void Copy(const T* const (&from)[kArrays]) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x < kCopyGroups) InitBarrier(&copied_[threadIdx.x], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
+    if (threadIdx.x >= kWarp) return;
+    const bool contiguous = plan.tile == plan.cols;
+    const uint32_t bytes = plan.tile * sizeof(T);
+    uint32_t line = 0;
+#pragma unroll 1
+    for (int group = 0; group < kCopyGroups; ++group) {
+      const uint32_t end = min(GroupEnd(group, plan.turns) * plan.rows, lines_);
+      const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&copied_[group]));
+      if (threadIdx.x == 0) ExpectFromPeers(barrier, (end - line) * bytes * kArrays);
+      __syncwarp();
+      const uint32_t at_once = contiguous ? end - line : 1;
+#pragma unroll 1
+      for (line += threadIdx.x * at_once; line < end; line += kWarp * at_once) {
+#pragma unroll
+        for (int array = 0; array < kArrays; ++array) {
+          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                           cells_ + (array * plan.span + line) * bytes),
+                       "l"(__cvta_generic_to_global(from[array] + (begin_ + line * plan.cols))), "r"(at_once * bytes),
+                       "r"(barrier)
+                       : "memory");
+        }
+      }
+      line = end;
+    }
+#endif
+  }
+
+  // Turns that have been copied when it returns: those of groups up to this one.
+  __device__ __forceinline__ uint32_t WaitForGroup(int group) const {
+    WaitForBarrier(static_cast<uint32_t>(__cvta_generic_to_shared(&copied_[group])), 0);
+    return GroupEnd(group, turns);
+  }
+
+  // The cell of array `array` in line `turn`.
+  __device__ __forceinline__ Cells<T> Load(int array, uint32_t turn) const {
+    Cells<T> cells;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) cells.words[v] = LoadShared<uint4>(Address(array, turn) + v * kVecBytes);
+    return cells;
+  }
+  __device__ __forceinline__ void Store(int array, uint32_t turn, const Cells<T>& cells) const {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) StoreShared(Address(array, turn) + v * kVecBytes, cells.words[v]);
+  }
+
+  // A byte for each cell, behind all cells.
+  __device__ __forceinline__ uint32_t ByteAddress(uint32_t turn) const {
+    return cells_ + plan.span * plan.tile * kArrays * static_cast<uint32_t>(sizeof(T)) + turn * blockDim.x +
+           threadIdx.x;
+  }
+
+  // ---- Channels ----
+
+  // Number i of a slot.
+  __device__ __forceinline__ float& Number(int i, uint32_t slot) const { return numbers_[i * Padded() + slot]; }
+
+  // Of this thread's columns.
+  __device__ __forceinline__ ColumnNumbers<kAlike> Numbers(int i) const {
+    ColumnNumbers<kAlike> numbers;
+    const float* const from = &Number(i, slot_);
+    if constexpr (kAlike) {
+      numbers[0] = *from;
+    } else {
+      struct Halves {
+        float4 of[2];
+      };
+      const auto* const halves = reinterpret_cast<const float4*>(from);
+      numbers = std::bit_cast<ColumnNumbers<kAlike>>(Halves{halves[0], halves[1]});
+    }
+    return numbers;
+  }
+
+  // Calls write(slot, sums) by one thread for each slot, with the sums of all columns of the block.
+  template <typename F>
+  __device__ __forceinline__ void Merge(const ColumnNumbers<kAlike>& first, const ColumnNumbers<kAlike>& second,
+                                        F write) const {
+    const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, row_threads = plan.by_row_threads.divisor();
+    if constexpr (kAlike) {
+      Sums sums = {first[0], second[0]};
+      if (plan.slots == 1) {
+        sums = LaneSums(sums, kWarp);
+        if (lane == 0) entries_[warp] = sums;
+        __syncthreads();
+        if (warp == 0) {
+          sums = LaneSums(lane < blockDim.x / kWarp ? entries_[lane] : Sums(), kWarp);
+          if (lane == 0) write(0, sums);
+        }
+      } else {
+        entries_[threadIdx.x] = sums;
+        __syncthreads();
+        ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t i, bool there) {
+          Sums sums;
+          for (uint32_t end = there ? plan.rows * plan.own_entries : 0; i < end; i += 1u << plan.lane_bits) {
+            uint32_t column;
+            const uint32_t row = plan.by_own_entries.DivMod(i, &column);
+            sums += entries_[row * row_threads + slot * plan.own_entries + column];
+          }
+          sums = LaneSums(sums, 1u << plan.lane_bits);
+          if (there && (i & ((1u << plan.lane_bits) - 1)) == 0) write(slot, sums);
+        });
+      }
+    } else {
+      // Lanes that have the same columns halve them, as long as they have several. So those of a warp have each column once.
+      Sums columns[kCols];
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) columns[j] = {first[j], second[j]};
+      uint32_t offset = kWarp / 2, own = 0, count = kCols;
+#pragma unroll
+      for (int half = kCols / 2; half > 0; half /= 2) {
+        if (offset < row_threads) break;
+        const bool upper = lane & offset;
+#pragma unroll
+        for (int j = 0; j < half; ++j) {
+          const Sums sent = upper ? columns[j] : columns[half + j];
+          columns[j] = upper ? columns[half + j] : columns[j];
+          columns[j] += ShuffleXor(sent, offset);
+        }
+        own += upper ? half : 0;
+        count = half;
+        offset /= 2;
+      }
+      for (; offset >= row_threads && offset > 0; offset /= 2) columns[0] += ShuffleXor(columns[0], offset);
+      // Of each slot there is an entry for each warp, or each row, if a row has several warps.
+      const uint32_t entry = row_threads < kWarp ? warp : threadIdx.x / row_threads;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        if (j < count && lane % 4 < row_threads) entries_[entry * (plan.slots + 1) + slot_ + own + j] = columns[j];
+      }
+      __syncthreads();
+      ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t i, bool there) {
+        Sums sums;
+        for (; there && i < plan.own_entries; i += 1u << plan.lane_bits) sums += entries_[i * (plan.slots + 1) + slot];
+        sums = LaneSums(sums, 1u << plan.lane_bits);
+        if (there && (i & ((1u << plan.lane_bits) - 1)) == 0) write(slot, sums);
+      });
+    }
+    __syncthreads();
+  }
+
+  // ---- Posts ----
+
+  __device__ __forceinline__ void Write(uint32_t slot, Sums sums) const {
+    plan.posts[(first_channel + slot) * plan.sharers + sharer].Write(sums, plan.tag);
+  }
+
+  // Calls finish(slot, total) for each slot, by one thread each. total = combine(sum), by several lanes together, where
+  // sum(term) adds up term(post, elements) over all posts of the channel.
+  template <typename Combine, typename Finish>
+  __device__ __forceinline__ void Exchange(Combine combine, Finish finish) const {
+    ForGroups(plan.post_bits, plan.read_slots, [&](uint32_t slot, uint32_t lane, bool there) {
+      if (plan.relayed) {
+        slot = slot * plan.sharers + sharer;
+        there = slot < plan.slots;
+      }
+      Post<Sums>* const posts = plan.posts + (first_channel + slot) * plan.sharers;
+      Sums values[kLanePosts] = {}, nothing;
+      bool all;
+      do {
+        all = threadIdx.x > 0 || plan.counter->TryRead(plan.tag, nothing);  // for Leave
+        // Only what this block may wait for: posts that another one reads are gone when that has read them. All loads are
+        // under way before the first one is looked at; those beyond the last post read it again.
+        if (there) {
+#pragma unroll
+          for (uint32_t i = 0; i < kLanePosts; ++i) {
+            all &= posts[min(lane + (i << plan.post_bits), plan.sharers - 1)].TryRead(plan.tag, values[i]);
+          }
+        }
+      } while (!all);
+      __syncwarp();
+      const Sums total = combine([&](auto term) {
+        float sum = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kLanePosts; ++i) {
+          const uint32_t k = lane + (i << plan.post_bits);
+          const float value = term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
+          sum += k < plan.sharers ? value : 0;
+        }
+#pragma unroll 1
+        for (uint32_t offset = 1; offset >> plan.post_bits == 0; offset *= 2)
+          sum += __shfl_xor_sync(kAllLanes, sum, offset);
+        return sum;
+      });
+      if (!there) return;
+      if (!plan.relayed) {
+        if (lane == 0) entries_[slot] = total;
+        return;
+      }
+      if (lane == 0) plan.totals[first_channel + slot].Write(total, plan.tag);
+      for (uint32_t k = lane; k < plan.sharers; k += 1u << plan.post_bits) posts[k].Clear();  // nobody else reads them
+    });
+    __syncthreads();
+    for (uint32_t slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
+      finish(slot, plan.relayed ? plan.totals[first_channel + slot].Read(plan.tag) : entries_[slot]);
+    }
+    __syncthreads();
+  }
+
+  // A graph is launched again with the same tag, so the last block to have read all that it needs removes the posts
+  // that several have read. By thread 0, after Exchange: how many blocks did before.
+  __device__ __forceinline__ uint64_t Leave() const { return atomicAdd(&plan.counter->parts[0].x, 1ull); }
+  // By all threads.
+  __device__ __forceinline__ void ClearAfterLast(uint64_t left_before) const {
+    if (!__syncthreads_or(threadIdx.x == 0 && left_before % kTagStep == gridDim.x - 1)) return;
+#pragma unroll 1
+    for (Post<Sums>* post = (plan.relayed ? plan.totals : plan.posts) + threadIdx.x; post <= plan.counter;
+         post += blockDim.x) {
+      post->Clear();
+    }
+  }
+
+ private:
+  // f(slot, lane, whether there is such a slot), by 2^bits lanes for each of `count` slots.
+  template <typename F>
+  __device__ __forceinline__ void ForGroups(uint32_t bits, uint32_t count, F f) const {
+    const uint32_t lane = threadIdx.x & ((1u << bits) - 1);
+#pragma unroll 1
+    for (uint32_t first = 0; first < count; first += blockDim.x >> bits) {
+      const uint32_t slot = first + (threadIdx.x >> bits);
+      f(slot, lane, slot < count);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t GroupEnd(int group, uint32_t most) const {
+    return min(group == 0 ? (plan.turns + 15) / 16 : group * plan.group, most);
+  }
+
+  __device__ __forceinline__ uint32_t Padded() const { return (plan.slots + 3) / 4 * 4; }
+  __device__ __forceinline__ uint32_t Address(int array, uint32_t turn) const {
+    return own_ + (array * plan.span + turn * plan.rows) * plan.tile * static_cast<uint32_t>(sizeof(T));
+  }
+
+  float* numbers_;
+  Sums* entries_;
+  uint64_t* copied_;      // barriers of the groups
+  uint32_t begin_;        // the block's first element
+  uint32_t lines_;        // that it has
+  uint32_t slot_;         // of the thread's first column
+  uint32_t cells_, own_;  // in shared memory: of the block, and of the thread
+};
+
+// f(std::integral_constant<int, n>, turn) for all turns: n = kAtOnce of them together, or 1.
+template <int kAtOnce, typename F>
+__device__ __forceinline__ void ForTurns(uint32_t turns, F f) {
+  uint32_t turn = 0;
+#pragma unroll 1
+  for (; turn + kAtOnce <= turns; turn += kAtOnce) f(std::integral_constant<int, kAtOnce>(), turn);
+#pragma unroll 1
+  for (; turn < turns; ++turn) f(std::integral_constant<int, 1>(), turn);
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CUDA_BATCH_NORM_RESIDENT_CUH_

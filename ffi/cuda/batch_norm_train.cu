@@ -1,0 +1,187 @@
+// batch_norm forward, statistics and result in one call. batch_norm_args.h states the exact results.
+//
+// Bytes per element of b bytes where the device holds x (batch_norm_resident.cuh): 2b, with a residual 3b, and 1/8 for the
+// bits. Elsewhere the two passes, which read x twice.
+#include "cuda/batch_norm_resident.cuh"
+
+namespace jaxnorm {
+namespace {
+
+// Numbers of each channel. kCentre: what squares are taken from, first some element, then about the mean of what the block
+// has.
+enum : int { kCentre, kMean, kFactor, kBias, kOrigin, kNumbers };
+
+// Of a channel. As it is loaded: arithmetic would wait for it.
+template <typename T>
+struct Known {
+  T first;
+  float scale, bias;
+};
+
+template <typename T>
+__device__ __forceinline__ Known<T> Load(const GroupArrays& arrays, uint32_t inner, uint32_t channel) {
+  return {arrays.x.Of<T>(0)[channel * inner], arrays.scale ? arrays.scale.Of<float>(0)[channel] : 1,
+          arrays.bias ? arrays.bias.Of<float>(0)[channel] : 0};
+}
+
+template <typename T, bool kResidual, Bits kBits, bool kAlike>
+__global__ void __launch_bounds__(kResidentThreads, 1)
+    BatchNormTrainKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ ResidentPlan plan,
+                         uint32_t inner, float epsilon, bool relu) {
+  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
+  Resident<T, 1, kNumbers, kAlike> block(plan, shared_bytes);
+  const T* const x = arrays.x.Of<T>(0);
+  // Before the copies: behind them they would come last.
+  Known<T> known;
+  if (threadIdx.x < plan.slots) known = Load<T>(arrays, inner, block.first_channel + threadIdx.x);
+  block.Copy({x});
+#pragma unroll 1
+  for (uint32_t slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
+    if (slot >= blockDim.x) known = Load<T>(arrays, inner, block.first_channel + slot);
+    block.Number(kCentre, slot) = block.Number(kOrigin, slot) = Origin(ToAcc(known.first));
+    block.Number(kFactor, slot) = known.scale;
+    block.Number(kBias, slot) = known.bias;
+  }
+  __syncthreads();
+
+  // First the mean of what comes first, a quarter: then sums of distances from it, and of their squares, which lose at most
+  // two bits where one is subtracted from the other.
+  const float inverse_held = 1 / static_cast<float>(block.held);
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    const auto centre = block.Numbers(kCentre);
+    float sum[kCols] = {}, square[kCols] = {};
+    uint32_t turn = 0;
+#pragma unroll 1
+    for (int group = 0; group < (pass == 0 ? 1 : kCopyGroups); ++group) {
+      const uint32_t end = block.WaitForGroup(group);
+#pragma unroll 4
+      for (; turn < end; ++turn) {
+        const auto values = block.Load(0, turn).Get();
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+          const float d = ToAcc(values.v[j]) - centre[j];
+          sum[j] += d;
+          square[j] += d * d;
+        }
+      }
+    }
+    if (pass == 0 && turn > 0) {
+      const float weight = static_cast<float>(block.turns) * Reciprocal(static_cast<float>(turn));
+#pragma unroll
+      for (float& number : sum) number *= weight;
+    }
+    using Numbers = ColumnNumbers<kAlike>;
+    block.Merge(Numbers::Sum(sum), Numbers::Sum(square), [&](uint32_t slot, const Sums& sums) {
+      const float mean = sums.first * inverse_held, origin = block.Number(kOrigin, slot);
+      float& centre = block.Number(kCentre, slot);
+      if (pass == 0) {
+        centre = Origin(origin + mean);
+      } else {
+        const float m2 = max(sums.second - sums.first * mean, 0.f) + (mean - mean);  // max drops NaN
+        block.Write(slot, {(centre - origin) + mean, m2});
+      }
+    });
+  }
+  const T* const residual = kResidual ? arrays.residual.Of<T>(0) : nullptr;
+  if constexpr (kResidual) {
+    for (uint32_t turn = 0; turn < block.turns; ++turn) {
+      asm volatile(
+          "prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(residual + (block.at + turn * block.stride))));
+    }
+  }
+
+  block.Exchange(
+      [&](auto sum) {
+        const float shift = sum([](Sums post, float count) { return count * post.first; }) * plan.inverse_count;
+        const float var = sum([&](Sums post, float count) {
+          const float distance = post.first - shift;
+          return post.second + count * distance * distance;
+        });
+        return Sums{shift, var * plan.inverse_count};
+      },
+      [&](uint32_t slot, Sums total) {
+        const float mean = block.Number(kOrigin, slot) + total.first;
+        block.Number(kMean, slot) = mean;
+        block.Number(kFactor, slot) *= rsqrt(total.second + epsilon);
+        if (block.sharer == 0) {
+          arrays.mean.Of<float>(0)[block.first_channel + slot] = mean;
+          arrays.var.Of<float>(0)[block.first_channel + slot] = total.second;
+        }
+      });
+  const uint64_t left_before = threadIdx.x == 0 ? block.Leave() : 0;
+  const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
+  T* const y = arrays.y.Of<T>(0);
+  uint8_t* const bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(0);
+  ForTurns<4>(block.turns, [&](auto at_once, uint32_t turn) {
+    Cells<T> cells[at_once];
+    [[maybe_unused]] Cells<T> residuals[at_once];
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) {
+      if constexpr (kResidual) residuals[k].Load(residual + (block.at + (turn + k) * block.stride));
+      cells[k] = block.Load(0, turn + k);
+    }
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) {
+      float values[kCols];
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        values[j] = (ToAcc(cells[k].Get().v[j]) - mean[j]) * factor[j] + bias[j];
+        if constexpr (kResidual) values[j] += ToAcc(residuals[k].Get().v[j]);
+      }
+      Vec<T, kCols> line = RoundVec<T>(values);
+      uint32_t on = 0;
+      if (kBits != Bits::kNone || relu) on = Relu(&line);
+      cells[k].Set(line);
+      const uint32_t at = block.at + (turn + k) * block.stride;
+      cells[k].Store(y + at);
+      if constexpr (kBits != Bits::kNone) bits[at / kCols] = static_cast<uint8_t>(on);
+    }
+  });
+  block.ClearAfterLast(left_before);
+}
+
+// If the device can hold x; then *done is set.
+template <typename T, bool kResidual, Bits kBits>
+ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
+                       bool relu, ffi::AnyBuffer scratch, bool* done) {
+  ResidentPlan plan;
+  Grid grid;
+  *done = PlanResident<T, 1, kNumbers, false>(device, args.shape, scratch, &plan, &grid);
+  if (!*done) return ffi::Error::Success();
+  return ForGroups(args, [&](const GroupArrays& arrays) {
+    *done = AllAligned<T>(arrays.x, arrays.residual, arrays.y);
+    if (!*done) return ffi::Error::Success();
+    const auto launch = [&](auto alike) {
+      return Launch<BatchNormTrainKernel<T, kResidual, kBits, alike>>(
+          device, stream, grid, "BatchNormTrainKernel", arrays, plan, static_cast<uint32_t>(args.shape.inner),
+          static_cast<float>(epsilon), relu);
+    };
+    return IsAlike(args.shape) ? launch(std::true_type()) : launch(std::false_type());
+  });
+}
+
+ffi::Error BatchNormTrain(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                          int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                          bool relu) {
+  BatchNormCall call;
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormTrain(operand_names, result_names, relu));
+  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
+  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
+  if (scratch.has_error()) return scratch.error();
+  bool done = false;
+  JAXNORM_RETURN_IF_ERROR(IfResident(call.args, [&]<typename T>(std::type_identity<T>, auto bits) {
+    return call.args.residual
+               ? RunResident<T, true, bits>(*call.device, stream, call.args, epsilon, relu, **scratch, &done)
+               : RunResident<T, false, bits>(*call.device, stream, call.args, epsilon, relu, **scratch, &done);
+  }));
+  if (done) return ffi::Error::Success();
+  JAXNORM_RETURN_IF_ERROR(RunBatchNormStats(stream, call, **scratch));
+  return RunBatchNormFwd(stream, call, epsilon, relu);
+}
+
+JAXNORM_REGISTER(batch_norm_train, BatchNormTrain, BatchNormBinding().Attr<double>("epsilon").Attr<bool>("relu"),
+                 {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+}  // namespace jaxnorm

@@ -25,8 +25,9 @@ The tangent of y falls apart like backward, in reverse. With t = keep * x_dot, w
   jvp_out    y_dot + (bits ? bias_dot + xhat * scale_dot : 0)
 
 so that x_dot enters one primitive only, and transposition makes dx in one pass. That is also why the rule belongs to
-the composition (`_normalise`, a custom_jvp function), not to its two parts. Primitives take the variance, not rstd: it
-is what forward returns, and nothing is left to do for XLA between the passes.
+the composition (`_normalise`, a custom_jvp function). The rules of its two parts serve given statistics, and
+derivatives of derivatives. Primitives take the variance, not rstd: it is what forward returns, and nothing is left to
+do for XLA between the passes.
 
 The bits are always kept, not computed again from x in backward: reading them is 1/40 of what a 16-bit backward moves,
 and computing them again would take scale and bias as operands, and arithmetic that is the same to the bit in forward

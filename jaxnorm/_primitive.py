@@ -410,9 +410,6 @@ def define_primitive(
             if results is not None:
                 return results
         extra = scratch(*ctx.avals_in, **params) if scratch and platform == "cuda" else None
-        if extra is not None:
-            aval = ShapedArray((extra,), np.float32)
-            ctx = ctx.replace(avals_out=[*ctx.avals_out, aval])
         aliases = {}
         if in_place and (positions := in_place(platform=platform, **params)):
             operand, result = positions
@@ -422,9 +419,7 @@ def define_primitive(
             taken = [i for i in range(len(operands)) if i not in not_on_cuda]
             ctx = ctx.replace(avals_in=[ctx.avals_in[i] for i in taken])
             operands = [operands[i] for i in taken]
-        lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
-        results = lower(ctx, *operands, **attributes(**params))
-        results = results if extra is None else results[:-1]
+        results = _call(target, ctx, operands, attributes(**params), extra, aliases)
         return _placeholders(results) if merged and platform == "cuda" else results
 
     lowerings = {p: functools.partial(lower_kernel, p) for p in _lib.PLATFORMS}
@@ -457,6 +452,16 @@ def _dies_here(value) -> bool:
     return name in _PRODUCTS and not list(value.uses)
 
 
+def _call(target, ctx, operands, attributes, scratch, aliases=None):
+    """Results of an FFI call, which may have so many float32 elements of scratch memory as one more result."""
+    if scratch is not None:
+        memory = ShapedArray((scratch,), np.float32)
+        ctx = ctx.replace(avals_out=[*ctx.avals_out, memory])
+    lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases or {})
+    results = lower(ctx, *operands, **attributes)
+    return results if scratch is None else results[:-1]
+
+
 def _placeholders(values):
     """What later code refers to instead of the results of a call, so that another call can take its place."""
     return [stablehlo.ReshapeOp(v.type, v).result for v in values]
@@ -481,11 +486,10 @@ def _merged_call(ctx, operands, params, merge, attributes):
     avals = dict(zip(params["names"], ctx.avals_in, strict=True))
     avals |= zip(params["results"], ctx.avals_out, strict=True)
     avals_in = [avals[n] for n in names]
-    scratch = ShapedArray((merge.scratch(*avals_in, **both),), np.float32)
-    ctx = ctx.replace(avals_in=avals_in, avals_out=[*(avals[n] for n in results), scratch])
-    lower = jax.ffi.ffi_lowering(_lib.TARGET_PREFIX + merge.target)
-    values = lower(ctx, *(given[n] for n in names), **attributes(**both))
-    of: dict[str, Any] = dict(zip(results, values[:-1], strict=True))
+    ctx = ctx.replace(avals_in=avals_in, avals_out=[avals[n] for n in results])
+    target, scratch = _lib.TARGET_PREFIX + merge.target, merge.scratch(*avals_in, **both)
+    values = _call(target, ctx, [given[n] for n in names], attributes(**both), scratch)
+    of: dict[str, Any] = dict(zip(results, values, strict=True))
     for name in merge.passed:
         holder = given[name].owner.operation
         holder.operands[0] = of[name]

@@ -421,9 +421,8 @@ def _normalise_jvp(call, primals, tangents):
             sums["bias_dot"], sums["scale_dot"] = vary_alike(pair, given["x"])[0]
         return sums
 
-    terms = {f"{n}_dot": dots[n] for n in ("bias", "scale") if n in dots}
     results = ("y_dot", "bias_dot", "scale_dot", "mean_dot", "var_dot")
-    out = _tangents(known, dots, terms, results, call.params, synchronise, join)
+    out = _tangents(known, dots, {}, results, call.params, synchronise, join)
     kept = {n: known[n] for n in ("y", "mean", "var")}
     return kept, {
         n: SymbolicZero(jax.typeof(v).to_tangent_aval()) if t is None else vary_alike(t, v)[0]
@@ -447,17 +446,17 @@ def _fwd_jvp(primals, tangents, *, names, results, **params):
     given = dict(zip(names, primals, strict=True))
     dots = {n: t for n, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
     known = given | _named(_forward(given, _kept(params), params))
-    terms = {f"{n}_dot": dots[n] for n in ("bias", "scale") if n in dots}
+    terms = {}
     factor = jax.lax.rsqrt(known["var"] + np.asarray(params["epsilon"], known["var"].dtype))
     square = jnp.square(factor)
     if "scale" in known:
         factor = factor * known["scale"]
     if "mean" in dots:
-        terms["bias_dot"] = _add(terms.get("bias_dot"), -factor * dots["mean"])
+        terms["bias_dot"] = -factor * dots["mean"]
     if "var" in dots:
         scale = known.get("scale", np.ones((), square.dtype))
         half = np.asarray(-0.5, square.dtype)
-        terms["scale_dot"] = _add(terms.get("scale_dot"), half * scale * square * dots["var"])
+        terms["scale_dot"] = half * scale * square * dots["var"]
     y_dot = _tangents(known, dots, terms, ("y_dot",), params).get("y_dot")
     out = [known[r] for r in results]
     return out, [_tangent(y_dot if r == "y" else None, known[r]) for r in results]
@@ -473,7 +472,7 @@ def _tangents(known, dots, terms, results, params, synchronise=lambda t: t, join
     Args:
       known: operands and results of forward.
       dots: the operands' tangents.
-      terms: what else is part of bias_dot and scale_dot.
+      terms: what is part of bias_dot and scale_dot besides the tangents of bias and scale.
       results: of jvp_in.
       params: of the primitives.
       synchronise: combines the sums of devices.
@@ -484,7 +483,9 @@ def _tangents(known, dots, terms, results, params, synchronise=lambda t: t, join
     operands = _only(known, _FIXED) | {f"{n}_dot": dots.get(n) for n in selected}
     first = synchronise(_linear(jvp_in_p, operands, results, params))
     out = {n: first.pop(n) for n in ("mean_dot", "var_dot") if n in first}
-    first = join(first | {n: _add(first.get(n), t) for n, t in terms.items()})
+    for more in ({f"{n}_dot": dots[n] for n in ("bias", "scale") if n in dots}, terms):
+        first |= {n: _add(first.get(n), t) for n, t in more.items()}
+    first = join(first)
     if first.keys() - {"y_dot"}:
         first = _linear(jvp_out_p, _only(known, _FIXED) | first, ("y_dot",), params)
     y_dot = first.get("y_dot")

@@ -137,7 +137,7 @@ ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const Batc
                        int64_t replicas, ffi::AnyBuffer scratch, bool* done) {
   ResidentPlan plan;
   Grid grid;
-  *done = PlanResident < T, 2, kNumbers, kBits != Bits::kNone > (device, args.shape, scratch, &plan, &grid);
+  *done = PlanResident<T, 2, kNumbers, (kBits != Bits::kNone)>(device, args.shape, scratch, &plan, &grid);
   if (!*done) return ffi::Error::Success();
   plan.inverse_count /= static_cast<float>(replicas);
   return ForGroups(args, [&](const GroupArrays& arrays) {

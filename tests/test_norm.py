@@ -165,6 +165,13 @@ def test_many_rows(op, shape):
 
 
 @ops
+@pytest.mark.parametrize("shape", [(1200, 1023), (300, 4095), (100, 20001)])
+def test_many_rows_beside_the_grid(op, shape):
+    """Rows begin at any place within a vector. A CUDA block has several of them backward, which have to lie alike."""
+    check(op, rand(shape, "bfloat16"), "float32", floor=32)
+
+
+@ops
 @dtypes
 @pytest.mark.parametrize("columns", [2, 5, 13, 64, 192])
 def test_short_rows(op, dtype, columns):

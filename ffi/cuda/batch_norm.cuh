@@ -251,35 +251,67 @@ class Channels {
     first_ = lines.Channel(column < lines.period ? column : column - lines.period, &inner_index_);
   }
 
-  // values[j] = p[channel of column j * stride]
-  template <typename V, typename A>
-  __device__ __forceinline__ void Load(const V* p, A (&values)[kCols], int64_t stride = 1) const {
-    constexpr int kN = kVecSize<V>;
-    if (inner_index_ + kCols <= lines_.inner) {  // one channel
-      const A value = ToAcc(p[first_ * stride]);
+  // values[i][j] = arrays[i][channel of column j * stride], of the arrays that are there. All loads are under way before one
+  // is waited for: array after array took up to a fifth of the time of a block that has few lines.
+  template <int kN, typename V, typename A>
+  __device__ __forceinline__ void Load(const V* const (&arrays)[kN], A (&values)[kN][kCols], int64_t stride = 1) const {
+    constexpr int kWide = kVecSize<V>;
+    if (lines_.inner >= kCols) {                                                            // two channels at most
+      const auto own = static_cast<int>(min(lines_.inner - inner_index_, int64_t{kCols}));  // columns of the first
+      const int64_t next = own == kCols ? first_ : first_ + 1 == lines_.channels ? 0 : first_ + 1;
+      V loaded[kN][2];
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) values[j] = value;
-    } else if (lines_.inner == 1 && first_ + kCols <= lines_.channels && IsVecAligned(p + first_)) {
+      for (int i = 0; i < kN; ++i) {
+        if (arrays[i] == nullptr) continue;
+        loaded[i][0] = arrays[i][first_ * stride];
+        loaded[i][1] = arrays[i][next * stride];
+      }
 #pragma unroll
-      for (int j = 0; j < kCols; j += kN) {
-        const auto vec = jaxnorm::Load(p + first_ + j);
+      for (int i = 0; i < kN; ++i) {
+        if (arrays[i] == nullptr) continue;
 #pragma unroll
-        for (int k = 0; k < kN; ++k) values[j + k] = ToAcc(vec.v[k]);
+        for (int j = 0; j < kCols; ++j) values[i][j] = ToAcc(j < own ? loaded[i][0] : loaded[i][1]);
+      }
+    } else if (lines_.inner == 1 && first_ + kCols <= lines_.channels && AreAligned(arrays)) {
+      Vec<V, kWide> loaded[kN][kCols / kWide];
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+#pragma unroll
+        for (int j = 0; j < kCols; j += kWide) {
+          if (arrays[i] != nullptr) loaded[i][j / kWide] = jaxnorm::Load(arrays[i] + first_ + j);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        if (arrays[i] == nullptr) continue;
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) values[i][j] = ToAcc(loaded[i][j / kWide].v[j % kWide]);
       }
     } else {
-      int64_t i = inner_index_, c = first_;
+      int64_t index = inner_index_, channel = first_;
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
-        values[j] = ToAcc(p[c * stride]);
-        if (++i == lines_.inner) {
-          i = 0;
-          if (++c == lines_.channels) c = 0;
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+          if (arrays[i] != nullptr) values[i][j] = ToAcc(arrays[i][channel * stride]);
+        }
+        if (++index == lines_.inner) {
+          index = 0;
+          if (++channel == lines_.channels) channel = 0;
         }
       }
     }
   }
 
  private:
+  template <int kN, typename V>
+  __device__ __forceinline__ bool AreAligned(const V* const (&arrays)[kN]) const {
+    bool aligned = true;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) aligned &= arrays[i] == nullptr || IsVecAligned(arrays[i] + first_);
+    return aligned;
+  }
+
   const Lines& lines_;
   int64_t first_, inner_index_;  // of the first column
 };
@@ -315,17 +347,9 @@ struct Constants {
   }
 };
 
-// factor[j] = rstd, times the scale if there is one.
+// rstd from the variance that is there, and factor = rstd * scale from the scale.
 template <typename A>
-__device__ __forceinline__ void LoadFactor(const GroupArrays& arrays, uint32_t group, const Channels& channels,
-                                           A epsilon, A (&rstd)[kCols], A (&factor)[kCols]) {
-  channels.Load(arrays.var.Of<A>(group), rstd);
-  if (arrays.scale) {
-    channels.Load(arrays.scale.Of<A>(group), factor);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kCols; ++j) factor[j] = 1;
-  }
+__device__ __forceinline__ void SetFactor(A epsilon, A (&rstd)[kCols], A (&factor)[kCols]) {
 #pragma unroll
   for (int j = 0; j < kCols; ++j) {
     rstd[j] = rsqrt(rstd[j] + epsilon);

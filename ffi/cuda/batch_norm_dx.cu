@@ -18,35 +18,42 @@ template <typename T, int kCount, int kWidth>
 __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Lines& lines, const Part& part,
                                              AccT<T> epsilon, AccT<T> n, Constants<T, kCount, kWidth>& constants) {
   using A = AccT<T>;
+  const auto of = [&](const GroupArray& array) { return array.Of<A>(part.group); };
   const Channels channels(lines, part.column);
-  const auto load = [&](const GroupArray& array, A(&values)[kCols]) { channels.Load(array.Of<A>(part.group), values); };
-  A factor[kCols], rstd[kCols];
-  LoadFactor(arrays, part.group, channels, epsilon, rstd, factor);
-  constants.Set(0, factor);
-  if constexpr (kCount > 1) {
-    A values[kCols], slope[kCols] = {}, offset[kCols] = {};
-    load(arrays.mean, values);
-    constants.Set(1, values);
+  constexpr bool kTerms = kCount > 1;
+  enum { kFactor, kRstd, kMean };
+  A numbers[3][kCols];
+#pragma unroll
+  for (int j = 0; j < kCols; ++j) numbers[kFactor][j] = 1;
+  channels.Load({of(arrays.scale), of(arrays.var), kTerms ? of(arrays.mean) : nullptr}, numbers);
+  SetFactor(epsilon, numbers[kRstd], numbers[kFactor]);
+  constants.Set(0, numbers[kFactor]);
+  if constexpr (kTerms) {
+    constants.Set(1, numbers[kMean]);
+    A slope[kCols] = {}, offset[kCols] = {};
     if (arrays.dbias) {
-      load(arrays.dbias, values);
+      A sums[2][kCols];
+      channels.Load({of(arrays.dbias), of(arrays.dscale)}, sums);
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) offset[j] = -factor[j] * values[j];
-      load(arrays.dscale, values);
-#pragma unroll
-      for (int j = 0; j < kCols; ++j) slope[j] = -factor[j] * rstd[j] * values[j];
+      for (int j = 0; j < kCols; ++j) {
+        offset[j] = -numbers[kFactor][j] * sums[0][j];
+        slope[j] = -numbers[kFactor][j] * numbers[kRstd][j] * sums[1][j];
+      }
     }
+    A values[1][kCols];
+    const auto load = [&](const GroupArray& array) { channels.Load({of(array)}, values); };
     if (arrays.dmean) {
-      load(arrays.dmean, values);
+      load(arrays.dmean);
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) offset[j] += values[j];
-      load(arrays.dvar, values);
+      for (int j = 0; j < kCols; ++j) offset[j] += values[0][j];
+      load(arrays.dvar);
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) slope[j] += 2 * values[j];
+      for (int j = 0; j < kCols; ++j) slope[j] += 2 * values[0][j];
     }
-    if (arrays.count) load(arrays.count, values);
+    if (arrays.count) load(arrays.count);
 #pragma unroll
     for (int j = 0; j < kCols; ++j) {
-      const A part = Reciprocal(arrays.count ? values[j] : n);
+      const A part = Reciprocal(arrays.count ? values[0][j] : n);
       offset[j] *= part;
       slope[j] *= part;
     }

@@ -36,14 +36,19 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
 
   __shared__ Constants<T, 3> constants;
   {
-    const Channels channels(lines, part.column);
-    A mean[kCols], rstd[kCols], factor[kCols], bias[kCols] = {};
-    channels.Load(arrays.mean.Of<A>(part.group), mean);
-    if (arrays.bias) channels.Load(arrays.bias.Of<A>(part.group), bias);
-    LoadFactor(arrays, part.group, channels, epsilon, rstd, factor);
-    constants.Set(0, mean);
-    constants.Set(1, factor);
-    constants.Set(2, bias);
+    enum { kMean, kFactor, kBias, kRstd, kNumbers };
+    const A* const from[kNumbers] = {arrays.mean.Of<A>(part.group), arrays.scale.Of<A>(part.group),
+                                     arrays.bias.Of<A>(part.group), arrays.var.Of<A>(part.group)};
+    A numbers[kNumbers][kCols];
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      numbers[kFactor][j] = 1;
+      numbers[kBias][j] = 0;
+    }
+    Channels(lines, part.column).Load(from, numbers);
+    SetFactor(epsilon, numbers[kRstd], numbers[kFactor]);
+#pragma unroll
+    for (int i = kMean; i <= kBias; ++i) constants.Set(i, numbers[i]);
   }
   int turn = 0;
   ForLines<kLines>(lines, part, [&](auto k_lines, int64_t line) {

@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kRead == Read::kMasked ?
   Batch<kStatsBatch<T>>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(x);
   __shared__ Constants<T, 1> origins;
   {
-    A origin[kCols];
-    Channels(lines, part.column).Load(x, origin, lines.inner);
+    A origin[1][kCols];
+    Channels(lines, part.column).Load({x}, origin, lines.inner);
 #pragma unroll
-    for (int j = 0; j < kCols; ++j) origin[j] = Origin(origin[j]);
-    origins.Set(0, origin);
+    for (int j = 0; j < kCols; ++j) origin[0][j] = Origin(origin[0][j]);
+    origins.Set(0, origin[0]);
   }
   __shared__ Entries<T, Moments<A>> entries;
   Moments<A> columns[kCols];

@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
   Batch<kLines>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(dy, x);
   __shared__ Constants<T, 1> constants;
   if constexpr (kProduct) {
-    A mean[kCols];
-    Channels(lines, part.column).Load(arrays.mean.Of<A>(part.group), mean);
-    constants.Set(0, mean);
+    A mean[1][kCols];
+    Channels(lines, part.column).Load({arrays.mean.Of<A>(part.group)}, mean);
+    constants.Set(0, mean[0]);
   }
   [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
   if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);

@@ -30,10 +30,12 @@ template <typename Op, bool kCluster>
 inline constexpr int kStages = kLag<Op, kCluster> + 2;
 
 struct NormBwdPlan : RowsPlan {
-  // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged). So sets of
-  // rows_per_block rows are put in order of how they lie, in as many segments as there are ways, and this order is cut
-  // into a part for each block: it may have the end of a segment and the begin of the next. A segment has segment_sets
-  // sets, and one more if it is before segment_rest.
+  // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged). Where the rows that all
+  // blocks have at once are such a multiple, blocks take sets of rows_per_block rows in turns, as they do with rows that
+  // fill their slots: what is read at the same time lies together, which was measured to be up to 7% faster. Otherwise sets
+  // are put in order of how they lie, in as many segments as there are ways, and this order is cut into a part for each
+  // block: it may have the end of a segment and the begin of the next. A segment has segment_sets sets, and one more if it
+  // is before segment_rest.
   int segments = 1, segment_sets = 0, segment_rest = 0;
   int stages = 0;  // rows in shared memory
 
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int segment = 0; segment < (kRagged ? plan.segments : 1); ++segment) {
     // Sets of rows_per_block rows, one in each turn: `first`, first + step, ...
     int first = block, step = plan.blocks, turns = plan.turns + (block < plan.rest ? 1 : 0);
-    if constexpr (kRagged) {
+    if (kRagged && plan.segments > 1) {
       const auto segment_begin = [&](int n) { return n * plan.segment_sets + min(n, plan.segment_rest); };
       const int begin = block * plan.turns + min(static_cast<int>(block), plan.rest), stop = begin + turns;
       const int here = segment_begin(segment), next = segment_begin(segment + 1);
@@ -387,9 +389,10 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   // Each block leaves a row of partial sums for each segment that it has rows of, so as few as run at once.
   const int64_t sets = CeilDiv(op.rows_per_group, plan.rows_per_block);
   JAXNORM_CHECK(sets < INT32_MAX);
-  if (Op::kMode == Mode::kRagged) {
-    plan.segments = Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block);
-  }
+  // In which sets may lie.
+  const int ways =
+      Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
+  if (at_once % ways != 0) plan.segments = ways;
   int64_t most = sets;
   if (outputs > 0) {
     const int64_t row_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
@@ -397,10 +400,11 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     JAXNORM_CHECK(parts > 0);
     most = std::min(most, parts - plan.segments + 1);
   }
-  if (most <= 0 || sets < plan.segments || op.cols < kEdges<Op>) {  // shorter rows would be nothing but edges
+  if (most < ways || op.cols < kEdges<Op>) {  // shorter rows would be nothing but edges
     return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
   }
   plan.blocks = static_cast<int>(std::min<int64_t>(most, at_once));
+  if (plan.segments == 1) plan.blocks -= plan.blocks % ways;
   plan.turns = static_cast<int>(sets / plan.blocks);
   plan.rest = static_cast<int>(sets % plan.blocks);
   plan.segment_sets = static_cast<int>(sets / plan.segments);

@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
                   sc[h], sums, dscale[h], dbias[h]);
       }
       Sums::StoreMerged(SharedAddress(&parts[turn % kFewPlaces][warp]), sums, lane);
+      __syncwarp();
       if (lane == 0) ArriveAtBarrier(SharedAddress(&summed[turn]));
       stage = after(stage);
     }

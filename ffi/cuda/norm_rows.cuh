@@ -45,7 +45,8 @@ struct RowSums {
     }
     return p;
   }
-  // Of all lanes of a warp: writes what they have together to shared memory, with half the shuffles if there are two.
+  // Of all lanes of a warp: writes what they have together to shared memory, with half the shuffles if there are two. By
+  // lanes 0 and 16, so a barrier is for after __syncwarp.
   static __device__ __forceinline__ void StoreMerged(uint32_t address, RowSums p, int lane) {
     if constexpr (kN == 2) {
       const bool upper = lane >= kWarp / 2;
@@ -53,9 +54,10 @@ struct RowSums {
       sum += __shfl_xor_sync(kAllLanes, upper ? p.v[0] : p.v[1], kWarp / 2);
 #pragma unroll
       for (int offset = kWarp / 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      p.v[0] = sum;
-      p.v[1] = __shfl_down_sync(kAllLanes, sum, kWarp / 2);
-      if (lane == 0) StoreShared(address, p);
+      struct Half {
+        Acc sum;
+      };
+      if (lane % (kWarp / 2) == 0) StoreShared(address + (upper ? static_cast<int>(sizeof(Acc)) : 0), Half{sum});
     } else {
       p = MergeLanes(p, kWarp);
       if (lane == 0) StoreShared(address, p);

@@ -252,12 +252,13 @@ class Channels {
   }
 
   // values[i][j] = arrays[i][channel of column j * stride], of the arrays that are there. All loads are under way before one
-  // is waited for: array after array took up to a fifth of the time of a block that has few lines.
+  // is waited for: array after array took an eighth of the time of blocks that have few lines.
   template <int kN, typename V, typename A>
   __device__ __forceinline__ void Load(const V* const (&arrays)[kN], A (&values)[kN][kCols], int64_t stride = 1) const {
     constexpr int kWide = kVecSize<V>;
-    if (lines_.inner >= kCols) {                                                            // two channels at most
-      const auto own = static_cast<int>(min(lines_.inner - inner_index_, int64_t{kCols}));  // columns of the first
+    if (lines_.inner >= kCols) {
+      // Two channels at most, of which the first one has `own` columns.
+      const auto own = static_cast<int>(min(lines_.inner - inner_index_, int64_t{kCols}));
       const int64_t next = own == kCols ? first_ : first_ + 1 == lines_.channels ? 0 : first_ + 1;
       V loaded[kN][2];
 #pragma unroll

@@ -106,7 +106,7 @@ def _parse(argv) -> argparse.Namespace:
         "--budget", type=float, default=0.5, help="seconds per timing on a CPU (default: 0.5)"
     )
     parser.add_argument(
-        "--clock", choices=("auto", "cupti", "trace", "wall"), default="auto", help="how to time"
+        "--clock", choices=("auto", "trace", "wall"), default="auto", help="how to time"
     )
     parser.add_argument("--json", metavar="FILE", help="write the results, after every case")
     parser.add_argument("--plot", metavar="FILE", help="write a roofline plot")
@@ -261,7 +261,7 @@ def _table(rich, records: Sequence[dict], head: dict, options):
     ceiling = (
         f"copy {_report.rate(copy)}" if on_gpu else "copy of the same size, in turn with the others"
     )
-    clock = {"wall": "wall-clock", "cupti": "kernel time (CUPTI)", "trace": "kernel time (trace)"}
+    clock = {"wall": "wall-clock", "trace": "kernel time"}
     table = rich.table(title=f"{records[0]['op']} on {head['device']}", caption_justify="left")
     table.caption = (
         f"{clock[head['clock']]}, medians; {ceiling}. "

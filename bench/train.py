@@ -134,8 +134,7 @@ def group(kernel: str) -> str:
 def kernel_times(step: Callable[[], object]) -> dict:
     """Seconds of a step by group and by name of kernel, largest first.
 
-    Kernels on several streams may overlap, and there are gaps between kernels: their sum is not the
-    wall-clock time of the step.
+    There are gaps between kernels: their sum is not the wall-clock time of the step.
     """
     calls = 3
     events = _timing.trace_events(lambda: jax.block_until_ready([step() for _ in range(calls)]))

@@ -624,7 +624,7 @@ def _check_table(rich, checks: Sequence[Check], dtypes: Sequence[str]):
 
 
 def _time_table(rich, timings: Sequence[Compared]):
-    clocks = {"wall": "Wall-clock", "cupti": "Kernel time", "trace": "Kernel time", "": "Time"}
+    clocks = {"wall": "Wall-clock", "trace": "Kernel time", "": "Time"}
     first = next((t for t in timings if not t.message), timings[0])
     dtype = timings[0].dtype
     table = rich.table(title=f"Time against jitted XLA, {dtype}", caption_justify="left")

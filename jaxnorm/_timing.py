@@ -1,16 +1,15 @@
 """Times calls: kernel time on a GPU, wall-clock on a CPU. Serves `python -m jaxnorm` and bench/.
 
-On a GPU the figure is the sum of the durations of the kernels that one call launches, as CUPTI
-reports them: launch gaps and Python are left out. CUPTI records every kernel of the process,
-whichever library launched it, so other frameworks are timed by the same clock. Each call works on
-its own set of buffers, so that between two uses of a set more data has moved than the L2 cache
-holds.
+On a GPU the figure is the time in which kernels of one call run, from a trace of the profiler:
+launch gaps and Python are left out, and where a kernel begins while another one still runs, that
+time counts once. The trace has every kernel of the process, whichever library launched it, so other
+frameworks are timed by the same clock. Each call works on its own set of buffers, so that between
+two uses of a set more data has moved than the L2 cache holds.
 """
 
 import ctypes
 import dataclasses
 import functools
-import importlib
 import math
 import pathlib
 import platform
@@ -23,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-Event = tuple[str, float]  # kernel name, seconds
+Event = tuple[str, float]  # kernel name, seconds in which no earlier kernel ran
 
 # A set is cold again once this many times the L2's size has passed through the cache.
 ROTATION_FACTOR = 2.5
@@ -31,15 +30,6 @@ MAX_SETS = 64
 
 MATMUL = re.compile(
     r"gemm|cutlass|cublas|nvjet|xmma|wgmma|matmul|splitk(?!ernel)|_dot_|\bdot\b", re.IGNORECASE
-)
-
-# The three places where jaxlib has kept the extension behind
-# `jax.experimental.mosaic.gpu.profiler`. Importing it here avoids that module's other imports, and
-# its `measure`, which keeps every output alive and cannot rotate inputs.
-_CUPTI_MODULES = (
-    "jaxlib.mosaic.gpu._mosaic_gpu_ext",
-    "jax_cuda12_plugin._mosaic_gpu_ext",
-    "jax_cuda13_plugin._mosaic_gpu_ext",
 )
 
 
@@ -90,29 +80,10 @@ def ratio_spread(a: float, b: float) -> float:
     return math.hypot(a, b)
 
 
+# What jit does to return an argument is no kernel of the call.
+_COPY = re.compile(r"memcpy|memset", re.IGNORECASE)
+
 # ---- clocks ----
-
-
-def _cupti_extension():
-    for name in _CUPTI_MODULES:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise ImportError("this jaxlib has no CUPTI bindings (_mosaic_gpu_ext)")
-
-
-def _cupti_events(body: Callable[[], None]) -> list[Event]:
-    """Kernels launched while `body` runs, read as `mosaic.gpu.profiler.Cupti` does."""
-    extension = _cupti_extension()
-    extension._cupti_init()
-    try:
-        body()
-    finally:
-        # True: detach CUPTI afterwards, which older CUPTI versions need before it can be attached
-        # again.
-        events = extension._cupti_get_timings(True)
-    return [(name, milliseconds * 1e-3) for name, milliseconds in events]
 
 
 def trace_events(body: Callable[[], None]) -> list[Event]:
@@ -127,46 +98,44 @@ def trace_events(body: Callable[[], None]) -> list[Event]:
 
 
 def stream_events(profile) -> list[Event]:
-    """Events on the streams of a profile's GPU planes, in order of their start."""
+    """Events on the streams of a profile's GPU planes, in order of their start.
+
+    Each has the time in which none of those before it ran: the sum is the time in which any did.
+    """
     events = [
-        (event.start_ns, event.name, event.duration_ns * 1e-9)
+        (event.start_ns, event.name, event.start_ns + event.duration_ns)
         for plane in profile.planes
         if plane.name.startswith("/device:GPU:")
         for line in plane.lines
         if line.name.startswith("Stream")  # other lines repeat the same time by operation or module
         for event in line.events
     ]
-    return [(name, seconds) for _, name, seconds in sorted(events)]
-
-
-_KERNEL_CLOCKS = {"cupti": _cupti_events, "trace": trace_events}
-CLOCKS = ("auto", *_KERNEL_CLOCKS, "wall")
+    found, busy_until = [], 0
+    for start, name, end in sorted(events):
+        found.append((name, max(0, end - max(start, busy_until)) * 1e-9))
+        busy_until = max(busy_until, end)
+    return found
 
 
 @functools.cache
 def find_clock(wanted: str = "auto") -> tuple[str, str]:
     """The clock to use on JAX's default device, and why a better one was passed over (or "").
 
-    A clock is taken when three calls of a one-kernel function give three kernels of plausible
-    length.
+    The trace is taken when three calls of a one-kernel function give three kernels of plausible
+    length in it.
     """
     if wanted == "wall" or jax.default_backend() != "gpu":
         return "wall", ""
     x = jnp.arange(1 << 22, dtype=jnp.uint32)
     flip = jax.jit(lambda x: x ^ 1)
     jax.block_until_ready(flip(x))
-    reasons = []
-    for name in _KERNEL_CLOCKS if wanted == "auto" else (wanted,):
-        try:
-            events = _KERNEL_CLOCKS[name](
-                lambda: jax.block_until_ready([flip(x) for _ in range(3)])
-            )
-            if len(events) == 3 and all(1e-7 < seconds < 1e-2 for _, seconds in events):
-                return name, "; ".join(reasons)
-            reasons.append(f"{name}: three calls gave {events}")
-        except Exception as error:
-            reasons.append(f"{name}: {type(error).__name__}: {error}")
-    return "wall", "; ".join(reasons)
+    try:
+        events = trace_events(lambda: jax.block_until_ready([flip(x) for _ in range(3)]))
+    except Exception as error:
+        return "wall", f"trace: {type(error).__name__}: {error}"
+    if len(events) == 3 and all(1e-7 < seconds < 1e-2 for _, seconds in events):
+        return "trace", ""
+    return "wall", f"trace: three calls gave {events}"
 
 
 def split_events(events: Sequence[Event], calls: int) -> tuple[list[float], int | None, float]:
@@ -237,7 +206,7 @@ def measure(
       calls: On a GPU, calls per workload, spread over `rounds`.
       rounds: On a GPU, how often to alternate between the workloads.
       budget: With wall-clock, seconds to spend on each workload, between 5 and 60 calls.
-      clock: One of `CLOCKS`.
+      clock: "trace", "wall", or "auto" for the better one.
 
     Returns:
       A Timing, or the exception that was raised, for each workload.
@@ -256,7 +225,7 @@ def measure(
         calls = max(5, min(60, int(budget / max(slowest, 1e-6))))
         results |= _measure_wall(runners, calls)
     else:
-        results |= _measure_kernels(runners, name, -(-calls // rounds), rounds)
+        results |= _measure_kernels(runners, -(-calls // rounds), rounds)
     return {key: results[key] for key in workloads}
 
 
@@ -279,7 +248,7 @@ def _measure_wall(runners, calls) -> dict[str, Timing | Exception]:
     return done | failed
 
 
-def _measure_kernels(runners, clock, calls, rounds) -> dict[str, Timing | Exception]:
+def _measure_kernels(runners, calls, rounds) -> dict[str, Timing | Exception]:
     parts: dict[str, list] = {key: [] for key in runners}
     failed: dict[str, Timing | Exception] = {}
 
@@ -289,19 +258,14 @@ def _measure_kernels(runners, clock, calls, rounds) -> dict[str, Timing | Except
             output = runner.call()
         runner.workload.wait(output)
 
-    clocks = {key: clock for key in runners}
     for _ in range(rounds):
         for key, runner in runners.items():
             if key in failed:
                 continue
-            body = functools.partial(run, runner)
             try:
-                events = _KERNEL_CLOCKS[clocks[key]](body)
-                if not events and clocks[key] == "cupti":
-                    # A trace sees copies, and kernels that were recorded into a CUDA graph, too.
-                    clocks[key] = "trace"
-                    events = _KERNEL_CLOCKS["trace"](body)
-                parts[key].append(split_events(events, calls))
+                events = trace_events(functools.partial(run, runner))
+                kernels = [event for event in events if not _COPY.match(event[0])]
+                parts[key].append(split_events(kernels, calls))
             except Exception as error:
                 failed[key] = error
     done = {}
@@ -312,7 +276,7 @@ def _measure_kernels(runners, clock, calls, rounds) -> dict[str, Timing | Except
         exact = len(kernels) == 1 and None not in kernels
         done[key] = Timing(
             tuple(s for totals, _, _ in found for s in totals),
-            clocks[key] if exact else f"{clocks[key]} mean",
+            "trace" if exact else "trace mean",
             kernels.pop() if exact else None,
             statistics.median(matmul for _, _, matmul in found),
         )

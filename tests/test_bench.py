@@ -169,39 +169,31 @@ def test_measure_rotates_and_survives_a_failure():
     assert seen == [i % 3 for i in range(len(seen))]
 
 
-class FakeCupti:
-    """Stands in for jaxlib's CUPTI bindings: every call of `launch` counts as two kernels."""
+def test_measure_kernels(monkeypatch):
+    """Every call of `launch` counts as two kernels; its copy is none."""
+    seen = []
 
-    def __init__(self):
-        self.events = None
-
-    def launch(self, _):
-        if self.events is not None:
-            self.events += [("jaxnorm::SplitKernel", 0.5), ("nvjet_gemm", 0.25)]
+    def launch(_):
+        seen.extend([("jaxnorm::SplitKernel", 0.5e-3), ("nvjet_gemm", 0.25e-3), ("MemcpyD2D", 1)])
         return jnp.zeros(())
 
-    def _cupti_init(self):
-        assert self.events is None
-        self.events = []
+    def trace(body):
+        seen.clear()
+        body()
+        return list(seen)
 
-    def _cupti_get_timings(self, finalize):
-        assert finalize is True
-        events, self.events = self.events, None
-        return events
-
-
-def test_measure_with_cupti(monkeypatch):
-    fake = FakeCupti()
-    monkeypatch.setattr(_timing, "_cupti_extension", lambda: fake)
-    monkeypatch.setattr(_timing, "find_clock", lambda wanted: ("cupti", ""))
-    found = _timing.measure({"x": _timing.Workload(fake.launch, sets=2)}, calls=6, rounds=3)["x"]
-    assert found.clock == "cupti"
+    monkeypatch.setattr(_timing, "trace_events", trace)
+    monkeypatch.setattr(_timing, "find_clock", lambda wanted: ("trace", ""))
+    found = _timing.measure({"x": _timing.Workload(launch, sets=2)}, calls=6, rounds=3)["x"]
+    assert found.clock == "trace"
     assert found.kernels == 2
     assert found.seconds == pytest.approx((0.75e-3,) * 6)
     assert found.matmul_seconds == pytest.approx(0.25e-3)
 
 
 def test_stream_events():
+    """In order of their start; where two run at once, that time is the first one's."""
+
     def event(name, start, duration):
         return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration)
 
@@ -213,14 +205,15 @@ def test_stream_events():
 
     gpu = plane(
         "/device:GPU:0",
-        line("Stream #14(Compute)", event("late", 5, 2000), event("early", 1, 1000)),
+        line("Stream #14(Compute)", event("late", 2500, 2000), event("early", 1000, 1000)),
+        line("Stream #15(Compute)", event("over", 1900, 700), event("within", 1100, 300)),
         line("XLA Ops", event("fusion", 1, 3000)),
     )
     host = plane("/host:CPU", line("python", event("call", 0, 9000)))
     profile = types.SimpleNamespace(planes=[host, gpu])
     names, seconds = zip(*_timing.stream_events(profile), strict=True)
-    assert names == ("early", "late")
-    assert seconds == pytest.approx((1e-6, 2e-6))
+    assert names == ("early", "within", "over", "late")
+    assert seconds == pytest.approx((1e-6, 0, 0.6e-6, 1.9e-6))
 
 
 def test_rotation(monkeypatch):
@@ -235,7 +228,7 @@ def test_rotation(monkeypatch):
 @pytest.mark.gpu
 def test_gpu_has_a_kernel_clock():
     name, reasons = _timing.find_clock()
-    assert name in ("cupti", "trace"), reasons
+    assert name == "trace", reasons
     assert _timing.l2_bytes() > 0
     assert _timing.copy_rate().bytes_per_second > 0
 
@@ -389,7 +382,7 @@ def test_main_records_temporary_memory(tmp_path):
 
 def test_only_programs_have_matrix_products():
     """Whatever a library calls the kernels of an operation, its rate counts all of them."""
-    timed = _timing.Timing((2e-6,), "cupti", 1, matmul_seconds=1.5e-6)
+    timed = _timing.Timing((2e-6,), "trace", 1, matmul_seconds=1.5e-6)
     common = {"error": None, "copy": 4e12, "cold": True, "sizes": {}}
     case = Case("softmax", (1024, 1024), dtype="bfloat16")
     record = bench_main._record(case, "forward", "quack", timed, None, **common)

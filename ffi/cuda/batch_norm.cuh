@@ -592,15 +592,21 @@ __device__ __forceinline__ void StoreBits(const Batch<kLines>& batch, const Bits
   }
 }
 
-// Calls f with the std::integral_constant of the bits that the call has. Kernels that nobody waits for take flat bits as
-// ragged ones, which is as right.
+// What kernels take a call's bits for: those that nobody waits for take flat ones as ragged, which is as right.
+inline Bits BitsOf(const BatchNormArgs& args) {
+  if (!args.bits) return Bits::kNone;
+  // Rows of whole bytes, or one row, whose spare bits come after the last element.
+  const bool flat = args.shape.last % 8 == 0 || args.shape.group_size() == args.shape.last;
+  return flat && !args.mask && ffi::ByteWidth(args.dtype) < 8 ? Bits::kFlat : Bits::kRagged;
+}
+
+// Calls f with the std::integral_constant of them.
 template <typename T, typename F>
 ffi::Error DispatchBits(const BatchNormArgs& args, F&& f) {
-  if (!args.bits) return f(std::integral_constant<Bits, Bits::kNone>());
+  const Bits bits = BitsOf(args);
+  if (bits == Bits::kNone) return f(std::integral_constant<Bits, Bits::kNone>());
   if constexpr (sizeof(T) < 8) {
-    // Rows of whole bytes, or one row, whose spare bits come after the last element.
-    const bool flat = args.shape.last % 8 == 0 || args.shape.group_size() == args.shape.last;
-    if (flat && !args.mask) return f(std::integral_constant<Bits, Bits::kFlat>());
+    if (bits == Bits::kFlat) return f(std::integral_constant<Bits, Bits::kFlat>());
   }
   return f(std::integral_constant<Bits, Bits::kRagged>());
 }
@@ -694,7 +700,8 @@ struct BatchNormCall {
   }
 };
 
-// The passes, each in a file of its own. `scratch` is what Python gives a reduction.
+// The passes, each in a file of its own. `scratch` is what Python gives a reduction. That of the sums also writes dresidual,
+// if the call has it; the bits are no ragged ones then.
 ffi::Error RunBatchNormStats(cudaStream_t stream, const BatchNormCall& call, ffi::AnyBuffer scratch);
 ffi::Error RunBatchNormFwd(cudaStream_t stream, const BatchNormCall& call, double epsilon, bool relu);
 ffi::Error RunBatchNormSums(cudaStream_t stream, const BatchNormCall& call, double epsilon, ffi::AnyBuffer scratch);

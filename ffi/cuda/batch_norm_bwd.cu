@@ -1,7 +1,10 @@
 // batch_norm backward, its sums and dx in one call. batch_norm_args.h states the exact results.
 //
 // Bytes per element of b bytes where the device holds x and dy (batch_norm_resident.cuh): 3b, with the residual's cotangent
-// 4b, and 1/8 for the bits. Elsewhere the two passes, which read x, dy and the bits twice.
+// 4b, and 1/8 for the bits. Elsewhere the two passes, which read x, dy and the bits twice, or the residual's cotangent where
+// they would read dy and the bits again.
+#include <utility>
+
 #include "cuda/batch_norm_resident.cuh"
 
 namespace jaxnorm {
@@ -164,8 +167,17 @@ ffi::Error BatchNormBwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::R
     return RunResident<T, bits>(*call.device, stream, call.args, epsilon, replicas, **scratch, &done);
   }));
   if (done) return ffi::Error::Success();
-  JAXNORM_RETURN_IF_ERROR(RunBatchNormSums(stream, call, epsilon, **scratch));
-  return RunBatchNormDx(stream, call, epsilon, replicas);
+  // The residual's cotangent is g: written by the first pass, it is what the second one reads, without bits. With ragged
+  // bits, for which the threads of a block wait for each other, the first pass has no time for that.
+  BatchNormCall sums = call, dx = call;
+  if (BitsOf(call.args) == Bits::kRagged) {
+    sums.args.dresidual = {};
+  } else if (call.args.dresidual) {
+    dx.args.dy = std::exchange(dx.args.dresidual, {});
+    dx.args.bits = {};
+  }
+  JAXNORM_RETURN_IF_ERROR(RunBatchNormSums(stream, sums, epsilon, **scratch));
+  return RunBatchNormDx(stream, dx, epsilon, replicas);
 }
 
 JAXNORM_REGISTER(batch_norm_bwd, BatchNormBwd, BatchNormBinding().Attr<double>("epsilon").Attr<int64_t>("replicas"),

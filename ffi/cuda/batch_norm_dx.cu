@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
                       AccT<T> n) {
   using A = AccT<T>;
   constexpr int kLines = kMasked ? 2 : kBatch<T, 1>;
-  const Part part = FindPart(lines, spans, true);
+  Part part = FindPart(lines, spans, true);
   const T* dy = arrays.dy.Of<T>(part.group);
   const T* x = kTerms ? arrays.x.Of<T>(part.group) : nullptr;
   T* dx = arrays.dx ? arrays.dx.Of<T>(part.group) : nullptr;
@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
   [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
   if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
 
+  part.column = WaitForLaunchBefore(part.column);
   // dx = factor * g + slope * (x - mean) + offset
   __shared__ Constants<T, kTerms ? 4 : 1, kCrowded<T, kBits, kTerms, kMasked> ? 2 : kVecSize<A>> constants;
   if (dx) SetConstants(arrays, lines, part, epsilon, n, constants);
@@ -150,7 +151,7 @@ ffi::Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormA
     const Spans spans = MakeSpans(lines, arrays.groups, kDxBlocks<T, kBits, kTerms, kMasked> * device.sms,
                                   kBits == Bits::kRagged ? 2 : 8, kBatch<T, 1>, 2,
                                   AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual));
-    const Grid grid{spans.blocks * arrays.groups, ThreadsFor(lines)};
+    const Grid grid{.blocks = spans.blocks * arrays.groups, .threads = ThreadsFor(lines), .early = true};
     return Launch<BatchNormDxKernel<T, kBits, kTerms, kMasked>>(
         device, stream, grid, "BatchNormDxKernel", arrays, lines, spans, BitsView(args.shape, lines),
         MaskView(args, lines, arrays.first_group), static_cast<AccT<T>>(epsilon), static_cast<AccT<T>>(n));

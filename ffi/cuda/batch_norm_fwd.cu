@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
                        const __grid_constant__ BitsView view, AccT<T> epsilon, bool relu) {
   using A = AccT<T>;
   constexpr int kLines = kBatch<T, 1 + kResidual>;
-  const Part part = FindPart(lines, spans, true);
+  Part part = FindPart(lines, spans, true);
   const T* x = arrays.x.Of<T>(part.group);
   const T* residual = kResidual ? arrays.residual.Of<T>(part.group) : nullptr;
   T* y = arrays.y.Of<T>(part.group);
@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
   [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
   if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
 
+  part.column = WaitForLaunchBefore(part.column);
   __shared__ Constants<T, 3> constants;
   {
     enum { kMean, kFactor, kBias, kRstd, kNumbers };
@@ -96,7 +97,9 @@ ffi::Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNorm
     // Many short blocks even out how fast multiprocessors are. Where bits are moved in the block, they begin slowly.
     const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kBeyond ? 1 : 10,
                                   kBatch<T, 1 + kResidual>, 2, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
-    const Grid grid{spans.blocks * arrays.groups, (lines.tile / kCols + kBeyond + 31) / 32 * 32};
+    const Grid grid{.blocks = spans.blocks * arrays.groups,
+                    .threads = (lines.tile / kCols + kBeyond + 31) / 32 * 32,
+                    .early = true};
     return Launch<BatchNormFwdKernel<T, kResidual, kBits>>(device, stream, grid, "BatchNormFwdKernel", arrays, lines,
                                                            spans, BitsView(args.shape, lines),
                                                            static_cast<AccT<T>>(epsilon), relu);

@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(kFinalThreads)
                          const __grid_constant__ Lines lines) {
   using A = AccT<T>;
   constexpr bool kMoments = std::is_same_v<P, Moments<A>>;
+  LetNextBegin();
   const int width_bits = kFinalBits - plan.tile_bits - plan.span_bits;
   const uint32_t width = 1u << width_bits, lane = threadIdx.x >> width_bits, group = blockIdx.x / plan.blocks;
   const int64_t channel = int64_t{blockIdx.x - group * plan.blocks} * width + (threadIdx.x & (width - 1));
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kFinalThreads)
   }
   P merged;
   const uint64_t span_stride = uint64_t{plan.tiles} * plan.slots;
-  const P* const partials = plan.partials + uint64_t{group} * plan.spans * span_stride;
+  const P* const partials = plan.partials + WaitForLaunchBefore(uint64_t{group} * plan.spans * span_stride);
   if (there && plan.one_tile) {
     const uint32_t tile = plan.tiles == 1 ? 0 : static_cast<uint32_t>(channel) / plan.tile;
     const P* const of_tile = partials + uint64_t{tile} * plan.slots + (channel - int64_t{tile} * plan.tile);
@@ -332,8 +333,9 @@ ffi::Error Reduce(const DeviceInfo& device, cudaStream_t stream, const GroupArra
     ++plan.span_bits;
   }
   plan.blocks = static_cast<uint32_t>((lines.channels - 1) / (kFinalThreads / lanes()) + 1);
-  return Launch<BatchNormFinalKernel<T, P>>(device, stream, Grid{plan.blocks * arrays.groups, kFinalThreads},
-                                            "BatchNormFinalKernel", plan, static_cast<AccT<T>>(epsilon), lines);
+  return Launch<BatchNormFinalKernel<T, P>>(
+      device, stream, Grid{.blocks = plan.blocks * arrays.groups, .threads = kFinalThreads, .early = any},
+      "BatchNormFinalKernel", plan, static_cast<AccT<T>>(epsilon), lines);
 }
 
 }  // namespace jaxnorm

@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kRead == Read::kMasked ?
       if (const A nan = sum[j] - sum[j]; nan != 0) columns[j].m2 = nan;  // NaN or an infinity, which max drops
     }
   }
+  LetNextBegin();
   entries.Store(columns, partials.shift);
   __syncthreads();
   entries.Merge(lines, part, partials);

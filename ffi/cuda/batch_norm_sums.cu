@@ -1,22 +1,31 @@
 // The sums of batch_norm's backward: 2b + 1/8 bytes of each element of b bytes, with the ReLU's bits and x.
+//
+// Where dx follows in the same call and the residual has a cotangent, that is g, and written here: the next pass then reads
+// no bits.
 #include "cuda/batch_norm_reduce.cuh"
 
 namespace jaxnorm {
 namespace {
 
+constexpr int kSumsRuns = 4;  // where L2 keeps the end of them
+
+enum class Need {
+  kBias,   // the sum of g
+  kBoth,   // and that of g * (x - mean), for which x is read
+  kStore,  // and g itself, as dresidual
+};
+
 // Fewer bytes under way and more blocks were faster, but for ragged bits, of which all lines of a batch share a barrier.
 template <typename T, Bits kBits>
 constexpr int kSumsBatch = kBits == Bits::kRagged ? kBatch<T, 1> : kBatch<T, 2>;
 
-constexpr int kSumsRuns = 4;  // where L2 keeps the end of them
-
-// kProduct: x is read for the sum of g * (x - mean).
-template <typename T, Bits kBits, bool kProduct>
+template <typename T, Bits kBits, Need kNeed>
 __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
     BatchNormSumsKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
                         Walk walk, Partials<Totals<AccT<T>>> partials, const __grid_constant__ BitsView view) {
   using A = AccT<T>;
   constexpr int kLines = kSumsBatch<T, kBits>;
+  constexpr bool kProduct = kNeed != Need::kBias;
   Part part = FindPart(lines, spans, false);
   const T* dy = arrays.dy.Of<T>(part.group);
   const T* x = kProduct ? arrays.x.Of<T>(part.group) : nullptr;
@@ -44,6 +53,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) dys[k].Select(on >> kCols * k);
     }
+    if constexpr (kNeed == Need::kStore) batch.Store(arrays.dresidual.Of<T>(part.group), dys);
 #pragma unroll
     for (int q = 0; q < constants.kParts; ++q) {
       [[maybe_unused]] Vec<A, constants.kWidth> mean;
@@ -61,25 +71,27 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
     }
   });
 
+  LetNextBegin();
   __shared__ Entries<T, Totals<A>> entries;
   entries.Store(totals, partials.shift);
   __syncthreads();
   entries.Merge(lines, part, partials);
 }
 
-template <typename T, Bits kBits, bool kProduct>
+template <typename T, Bits kBits, Need kNeed>
 ffi::Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
                    ffi::AnyBuffer scratch) {
   const Lines lines = ReduceLines<T>(args.shape, kBits != Bits::kRagged);
-  const int64_t bytes = args.shape.groups * lines.size * sizeof(T) * (kProduct ? 2 : 1);
+  const int touched = kNeed == Need::kBias ? 1 : kNeed == Need::kBoth ? 2 : 3;
+  const int64_t bytes = args.shape.groups * lines.size * sizeof(T) * touched;
   return ForGroups(args, [&](const GroupArrays& arrays) {
     return Reduce<T, Totals<AccT<T>>>(
         device, stream, arrays, lines, kSumsBatch<T, kBits>, IsKeptByL2(device, bytes) ? kSumsRuns : 1,
-        AllAligned<T>(arrays.dy, arrays.x), epsilon, scratch,
+        AllAligned<T>(arrays.dy, arrays.x, arrays.dresidual), epsilon, scratch,
         [&](const Grid& grid, const Spans& spans, const Walk& walk, const auto& partials) {
-          return Launch<BatchNormSumsKernel<T, kBits, kProduct>>(device, stream, grid, "BatchNormSumsKernel", arrays,
-                                                                 lines, spans, walk, partials,
-                                                                 BitsView(args.shape, lines));
+          return Launch<BatchNormSumsKernel<T, kBits, kNeed>>(device, stream, grid, "BatchNormSumsKernel", arrays,
+                                                              lines, spans, walk, partials,
+                                                              BitsView(args.shape, lines));
         });
   });
 }
@@ -90,8 +102,14 @@ ffi::Error RunBatchNormSums(cudaStream_t stream, const BatchNormCall& call, doub
   if (call.args.shape.groups * call.args.shape.channels == 0) return ffi::Error::Success();
   return DispatchFloat(call.args.dtype, [&]<typename T>(std::type_identity<T>) {
     return DispatchBits<T>(call.args, [&](auto bits) {
-      return call.args.dscale ? RunSums<T, bits, true>(*call.device, stream, call.args, epsilon, scratch)
-                              : RunSums<T, bits, false>(*call.device, stream, call.args, epsilon, scratch);
+      const auto run = [&]<Need kNeed>() {
+        return RunSums<T, bits, kNeed>(*call.device, stream, call.args, epsilon, scratch);
+      };
+      if constexpr (bits != Bits::kRagged) {
+        if (call.args.dresidual) return run.template operator()<Need::kStore>();
+      }
+      if (call.args.dscale) return run.template operator()<Need::kBoth>();
+      return run.template operator()<Need::kBias>();
     });
   });
 }

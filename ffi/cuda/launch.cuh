@@ -63,7 +63,30 @@ struct Grid {
   int shared_bytes = 0;
   int cluster = 1;           // consecutive blocks that share a row
   bool cooperative = false;  // all blocks run at once, or the launch fails
+  bool early = false;        // blocks may begin while the launch before still runs, for which they wait themselves
 };
+
+// Programmatic dependent launch (Hopper and later). Blocks of an early launch have begun, have loaded their first
+// instructions and have asked L2 for what they will read when the last of the launch before have ended. Without it, that
+// is two to three microseconds of each launch.
+
+// Lets the next launch begin, if it is an early one, as soon as all blocks have come here or ended. Before its sums, a
+// reduction would leave the next blocks less room than its own: beginning that early was measured to be 1% slower.
+__device__ __forceinline__ void LetNextBegin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until all that launches before have written is there. Addresses are computed from the result, which is `index`: the
+// compiler might else load what it takes for constant before.
+template <typename Index>
+__device__ __forceinline__ Index WaitForLaunchBefore(Index index) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  return Kept(index);
+}
 
 inline constexpr int kMaxCluster = 16;         // blocks
 inline constexpr int kMaxPortableCluster = 8;  // on every device that has clusters
@@ -124,7 +147,7 @@ ffi::Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& gri
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   config.attrs = attributes;
   if (grid.cluster > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
@@ -135,6 +158,11 @@ ffi::Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& gri
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
+  }
+  if (grid.early && device.clusters) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   return LaunchStatus(cudaLaunchKernelEx(&config, kKernel, args...), name);
 }

@@ -130,7 +130,7 @@ TABLE = (
         DIFFERENTIATED,
         "rows of at most 8192",
         (
-            Figures("H200", (0.98, 1.45), (2.45, 3.47), ("h200-rms_norm.json",)),
+            Figures("H200", (0.98, 1.46), (2.44, 3.45), ("h200-rms_norm.json",)),
             Figures("CPU", (1.38, 2.38), (1.70, 2.22), _CPU),
         ),
     ),
@@ -140,7 +140,7 @@ TABLE = (
         ALWAYS,
         "",
         (
-            Figures("H200", (1.32, 2.35), (2.28, 4.73), _NORM),
+            Figures("H200", (1.31, 2.37), (2.21, 4.71), _NORM),
             Figures("CPU", (1.18, 2.95), (1.58, 4.50), _CPU),
         ),
     ),

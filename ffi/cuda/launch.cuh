@@ -70,8 +70,8 @@ struct Grid {
 // instructions and have asked L2 for what they will read when the last of the launch before have ended. Without it, that
 // is two to three microseconds of each launch.
 
-// Lets the next launch begin, if it is an early one, as soon as all blocks have come here or ended. Before its sums, a
-// reduction would leave the next blocks less room than its own: beginning that early was measured to be 1% slower.
+// Lets the next launch begin, if it is an early one, as soon as all blocks have come here or ended. Where there is much
+// left to do, the next blocks would wait in places that working ones need: 1% slower for large arrays.
 __device__ __forceinline__ void LetNextBegin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -79,7 +79,8 @@ __device__ __forceinline__ void LetNextBegin() {
 }
 
 // Until all that launches before have written is there. Addresses are computed from the result, which is `index`: the
-// compiler might else load what it takes for constant before.
+// compiler might else load what it takes for constant before. Until then, lines may be prefetched to L2, and operands of the
+// call be loaded if its first launch, not an early one, is the one before.
 template <typename Index>
 __device__ __forceinline__ Index WaitForLaunchBefore(Index index) {
 #if __CUDA_ARCH__ >= 900

@@ -203,13 +203,14 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
         forward = jax.jit(function)
         return Prepared(_timing.Workload(lambda i: forward(*data.args[i], *fixed), sets))
     if direction in ("forward_train", "backward"):
-        forward, backward = _timing.split_vjp(
+        forward, residuals_of, backward = _timing.split_vjp(
             function, data.args[0], fixed, cotangents=_cotangents(case)
         )
         if direction == "forward_train":
-            kept = residual_bytes(jax.eval_shape(forward, data.args[0], fixed)[1])
+            computed = jax.eval_shape(forward, data.args[0], fixed)[1]
+            kept = residual_bytes(residuals_of(computed, data.args[0], fixed))
             return Prepared(_timing.Workload(lambda i: forward(data.args[i], fixed), sets), kept)
-        residuals = [forward(args, fixed)[1] for args in data.args]
+        residuals = [residuals_of(forward(args, fixed)[1], args, fixed) for args in data.args]
         jax.block_until_ready(residuals)
         run = lambda i: backward(residuals[i], data.cotangents[i])  # noqa: E731
         return Prepared(_timing.Workload(run, sets), residual_bytes(residuals[0]))

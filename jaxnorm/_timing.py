@@ -393,10 +393,13 @@ def _seconds_per_copy(copy, x) -> float:
 
 def split_vjp(
     function: Callable, example: Sequence, fixed: Sequence = (), cotangents: int = 1
-) -> tuple[Callable, Callable]:
-    """`forward(args, fixed) -> (y, residuals)` and `backward(residuals, dy) -> dx`, two jits.
+) -> tuple[Callable, Callable, Callable]:
+    """Forward and backward as two jits, and what goes from one to the other.
 
-    The residuals are what JAX keeps between the two when they are compiled apart.
+    `forward(args, fixed)` is (y, what it computes for backward), `residuals(that, args, fixed)` all
+    that JAX keeps between the two, and `backward(residuals, dy)` is dx. What is kept of the arguments
+    is no result of forward: to return an argument is to copy it, and what a copy leaves in the cache
+    takes time of the next kernel.
 
     Args:
       function: A function of arrays, called as `function(*args, *fixed)`.
@@ -407,19 +410,25 @@ def split_vjp(
         Functions such as relu(x + y) give each argument the same one, and returning it twice costs
         a copy.
     """
-    trees = []
+    traced = []  # the structure of the residuals, and which are arguments
 
     @jax.jit
     def forward(args, fixed):
         y, vjp = jax.vjp(lambda *args: function(*args, *fixed), *args)
-        residuals, tree = jax.tree.flatten(vjp)
-        trees.append(tree)
-        return y, residuals
+        leaves, tree = jax.tree.flatten(vjp)
+        places = {id(argument): i for i, argument in enumerate((*args, *fixed))}
+        passed = [places.get(id(leaf)) for leaf in leaves]
+        traced.append((tree, passed))
+        return y, [leaf for leaf, i in zip(leaves, passed, strict=True) if i is None]
+
+    def residuals(computed, args, fixed):
+        given, rest = (*args, *fixed), iter(computed)
+        return [next(rest) if i is None else given[i] for i in traced[0][1]]
 
     @jax.jit
     def backward(residuals, dy):
-        dx = jax.tree.unflatten(trees[0], residuals)(dy)
+        dx = jax.tree.unflatten(traced[0][0], residuals)(dy)
         return dx[0] if cotangents == 1 else tuple(dx[:cotangents])
 
     forward.trace(tuple(example), tuple(fixed))
-    return forward, backward
+    return forward, residuals, backward

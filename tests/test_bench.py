@@ -243,12 +243,23 @@ def test_split_vjp(implementation):
     dy = jax.random.normal(jax.random.key(1), (3, 5), jnp.float32)
     where = jnp.arange(5) < 3
     function = lambda x, where: softmax(x, where=where)  # noqa: E731
-    forward, backward = _timing.split_vjp(function, [x], [where])
-    y, residuals = forward((x,), (where,))
+    forward, residuals_of, backward = _timing.split_vjp(function, [x], [where])
+    y, computed = forward((x,), (where,))
+    residuals = residuals_of(computed, (x,), (where,))
     np.testing.assert_allclose(y, function(x, where), rtol=1e-6)
     expected = jax.grad(lambda x: (function(x, where) * dy).sum())(x)
     np.testing.assert_allclose(backward(residuals, dy), expected, rtol=1e-5, atol=1e-7)
     assert timing.residual_bytes(residuals) > 0
+
+
+def test_split_vjp_returns_no_argument():
+    """To return an argument is to copy it, which is no part of forward."""
+    x, scale = jax.random.normal(jax.random.key(0), (3, 5)), jnp.ones(5)
+    norm = peers.jax_operation("jaxnorm", "layer_norm")
+    forward, residuals_of, _ = _timing.split_vjp(norm, [x, scale])
+    _, computed = forward((x, scale), ())
+    assert x.shape not in [a.shape for a in computed]
+    assert any(kept is x for kept in residuals_of(computed, (x, scale), ()))
 
 
 SMALL = [

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
@@ -20,8 +21,18 @@ struct DeviceInfo {
   int sms = 0;
   int max_shared_bytes = 0;  // per block, after opting in
   int l2_bytes = 0;
-  bool clusters = false;  // thread-block clusters and distributed shared memory (Hopper and later)
+  bool clusters = false;  // thread-block clusters, distributed shared memory, bulk copies (Hopper and later)
 };
+
+// Whether the code that a device of this compute capability gets has Hopper's instructions: code compiled for an older
+// architecture alone runs on Hopper too.
+inline bool HasHopperCode(int major, int minor) {
+  int best = 0;  // that the device can run, in the form of __CUDA_ARCH__
+  for (int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch <= 100 * major + 10 * minor) best = std::max(best, arch);
+  }
+  return best >= 900;
+}
 
 // Of the current device, which XLA makes that of the call's stream. Cached: handlers run on every execution.
 inline ffi::Error CurrentDevice(const DeviceInfo** info) {
@@ -37,16 +48,17 @@ inline ffi::Error CurrentDevice(const DeviceInfo** info) {
     const std::lock_guard lock(mutex);
     DeviceInfo d;
     d.ordinal = ordinal;
-    int major = 0;
+    int major = 0, minor = 0;
     for (auto [attribute, value] :
          {std::pair{cudaDevAttrMultiProcessorCount, &d.sms},
           std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &d.max_shared_bytes},
-          std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes}, std::pair{cudaDevAttrComputeCapabilityMajor, &major}}) {
+          std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes}, std::pair{cudaDevAttrComputeCapabilityMajor, &major},
+          std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
       if (cudaError_t status = cudaDeviceGetAttribute(value, attribute, ordinal); status != cudaSuccess) {
         return LaunchStatus(status, "cudaDeviceGetAttribute");
       }
     }
-    d.clusters = major >= 9;
+    d.clusters = HasHopperCode(major, minor);
     devices[ordinal] = d;
     known[ordinal].store(true, std::memory_order_release);
   }

@@ -102,7 +102,7 @@ def test_benchmark_cases(case):
 
 @pytest.mark.parametrize("op", cases.NORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("columns", [4096, 20000, 20001])
+@pytest.mark.parametrize("columns", [4096, 16003, 20000, 20001])
 def test_norm_many_long_rows(op, dtype, columns):
     """More rows than there are blocks, or clusters of them, which then stay for several."""
     test_norm.check(op, rand((500, columns), dtype), "float32", residual=True)

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
           if (!op.Has(k)) break;
 #pragma unroll
           for (int j = 0; j < kSlots; ++j) {
-            if (active(j)) CopyAsync(at(place, j, k), op.Beside(from, k) + j * slot_step);
+            if (active(j)) CopyAsync</*kCached=*/true>(at(place, j, k), op.Beside(from, k) + j * slot_step);
           }
         }
         if (has_edge) {

@@ -78,12 +78,13 @@ __global__ void __launch_bounds__(Size::kThreads, Size::Blocks(kAdd))
 #pragma unroll
         for (int i = 0; i <= kUnits * kUnit * kRows / kVec; ++i) {
           const int slot = threadIdx.x + i * threads;
-          if (slot < slots) CopyAsync(to + k * plan.array_bytes + i * threads * kVecBytes, from + slot * kVec);
+          if (slot < slots)
+            CopyAsync</*kCached=*/true>(to + k * plan.array_bytes + i * threads * kVecBytes, from + slot * kVec);
         }
       } else {  // the array may end within its last slot
         const int slots = static_cast<int>((size - begin + skew) / kVec);
         for (int slot = threadIdx.x; slot < slots; slot += threads) {
-          CopyAsync(to + k * plan.array_bytes + (slot - threadIdx.x) * kVecBytes, from + slot * kVec);
+          CopyAsync</*kCached=*/true>(to + k * plan.array_bytes + (slot - threadIdx.x) * kVecBytes, from + slot * kVec);
         }
         T* const rest = reinterpret_cast<T*>(shared_bytes) +
                         (stage * kInputs + k) * (plan.array_bytes / static_cast<int>(sizeof(T))) + slots * kVec;

@@ -231,8 +231,16 @@ __device__ __forceinline__ void StoreShared(uint32_t address, P value) {
   }
 }
 
+// 16 bytes. Eight lanes ask L2 for 128 neighbouring bytes together; where those do not begin with a sector of 32 bytes, as in
+// rows of odd length, they have a sector in common with the eight lanes on either side, which L2 sends twice. kCached: by way
+// of L1, which asks for it once.
+template <bool kCached = false>
 __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+  if constexpr (kCached) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+  }
 }
 
 // 4 bytes.
@@ -242,10 +250,10 @@ __device__ __forceinline__ void CopyWordAsync(uint32_t shared, const void* globa
 
 // Copies a vector from global to shared memory, 4, 8 or 16 bytes asynchronously: complete after CopyWait. Smaller ones at
 // once.
-template <typename V>
+template <bool kCached = false, typename V>
 __device__ __forceinline__ void CopyAsync(V* shared, const V* global) {
   if constexpr (sizeof(V) == kVecBytes) {
-    CopyAsync(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), static_cast<const void*>(global));
+    CopyAsync<kCached>(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), static_cast<const void*>(global));
   } else if constexpr (sizeof(V) == 8 || sizeof(V) == 4) {
     asm volatile(
         "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),

@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(Size::kThreads, Size::Blocks(kAdd))
 #pragma unroll
         for (int i = 0; i <= kUnits * kUnit * kRows / kVec; ++i) {
           const int slot = threadIdx.x + i * threads;
-          if (slot < slots)
+          if (slot < slots) {
             CopyAsync</*kCached=*/true>(to + k * plan.array_bytes + i * threads * kVecBytes, from + slot * kVec);
+          }
         }
       } else {  // the array may end within its last slot
         const int slots = static_cast<int>((size - begin + skew) / kVec);

@@ -376,7 +376,7 @@ def copy_workload(nbytes: int) -> Workload:
 def _seconds_per_copy(copy, x) -> float:
     """Time of one copy in a queue: a copy is no kernel, and the queue hides the launches.
 
-    Queues of 10 and 30 copies gave rates of 4.11 to 4.33 TB/s on one kind of GPU: a host's delay is too large a part of them.
+    Queues of 10 and 30 copies gave 4.11 to 4.33 TB/s on one kind of GPU: a host's delays are too large a part of them.
     """
 
     def queue(n):

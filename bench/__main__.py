@@ -71,7 +71,8 @@ def _parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Time jaxnorm against other implementations, in one process and on one device.",
-        epilog="bench.compare (python -m) compares two --json files, bench.roofline plots one.",
+        epilog="bench.compare (python -m) compares two --json files, bench.roofline plots one, "
+        "bench.tables writes README's tables.",
     )
     parser.add_argument("op", metavar="OP", choices=("all", *OPS), help="all, " + ", ".join(OPS))
     parser.add_argument(

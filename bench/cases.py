@@ -233,7 +233,7 @@ def _tagged(ci: list[Case], full: list[Case]) -> list[Case]:
     ]
 
 
-def _row_cases(op: str, dtype: str) -> tuple[list[Case], list[Case]]:
+def _row_cases(op: str) -> tuple[list[Case], list[Case]]:
     """Rows of all lengths, for CI and in full: what every operation along the last axis is timed on."""
     ci = [
         Case(op, (8192, 32)),
@@ -251,19 +251,19 @@ def _row_cases(op: str, dtype: str) -> tuple[list[Case], list[Case]]:
     columns = (32, 64, 128, 256, 512, 1023, 1024, 2048, 4095, 4096, 8192, 16384, 32768)
     shapes = [(rows, c) for c in columns]
     shapes += [(8192, 50257), (8192, 128256), (64, 131072), (8, 1048576)]
-    return ci, [Case(op, shape, dtype=dtype) for shape in shapes]
+    return ci, [Case(op, shape, dtype="bfloat16") for shape in shapes]
 
 
 def _softmax_cases(op: str) -> list[Case]:
-    ci, full = _row_cases(op, "float16")
+    ci, full = _row_cases(op)
     ci += [
         Case(op, (8, 256, 256), axis=1),
         Case(op, (4, 64, 28, 28), axis=1),
         Case(op, (2, 4, 256, 256), where_shape=(2, 1, 1, 256), scale=0.125),
     ]
     full += [
-        Case(op, (64, 1024, 1024), axis=1, dtype="float16"),
-        Case(op, (256, 64, 56, 56), axis=1, dtype="float16"),
+        Case(op, (64, 1024, 1024), axis=1, dtype="bfloat16"),
+        Case(op, (256, 64, 56, 56), axis=1, dtype="bfloat16"),
     ]
     if op == "softmax":
         ci += [
@@ -306,8 +306,7 @@ def _relu_cases(op: str) -> list[Case]:
 
 
 def _norm_cases(op: str) -> list[Case]:
-    ci, full = _row_cases(op, "bfloat16")
-    return _tagged(ci, full)
+    return _tagged(*_row_cases(op))
 
 
 def _batch_norm_cases(op: str) -> list[Case]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import re
 import types
 
 import jax
@@ -11,9 +13,11 @@ import oracle
 import pytest
 
 from bench import __main__ as bench_main
-from bench import cases, compare, peers, roofline, timing
+from bench import cases, compare, peers, roofline, tables, timing
 from bench.cases import Case
 from jaxnorm import _timing
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
 
 # ---- cases ----
 
@@ -53,6 +57,17 @@ def test_h200_table_is_covered():
         (64, 1024, 1024),
         (256, 64, 56, 56),
     }
+
+
+# relu and add_relu are not among them: their files are of --dtype bfloat16.
+@pytest.mark.parametrize(
+    "op",
+    ["softmax", "log_softmax", *cases.NORMS, *cases.BATCH_NORMS, cases.CROSS_ENTROPY, "program"],
+)
+def test_what_readme_reports_is_the_default(op):
+    """Cases of the result file, with their dtypes, are what `python -m bench OP --cases full` times."""
+    records = timing.read_json(tables.RESULTS / f"h200-{op}.json")["records"]
+    assert {r["case"] for r in records} <= {c.label for c in cases.select(op, "full")}
 
 
 def test_select():
@@ -514,6 +529,32 @@ def test_roofline(tmp_path, x):
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no rate to draw"):
         roofline.plot(_run(c=None), str(picture))
+
+
+# ---- the tables of README.md ----
+
+
+def test_readme_has_what_was_measured():
+    """Written by `python -m bench.tables README.md`."""
+    page = README.read_text()
+    assert re.findall(r"<!-- table: (.*) -->", page) == list(tables.TABLES)
+    assert tables.fill(page).splitlines() == page.splitlines()
+
+
+def test_tables(tmp_path):
+    """A table is replaced, with more rows or fewer, and nothing else is."""
+    before, after = "A | B\n\n", "\n| another | table |\n|---|---|\n"
+    path = tmp_path / "page.md"
+    for old in ("", "| old |\n|---|\n| 1.0 |\n"):
+        path.write_text(f"{before}<!-- table: relu -->\n{old}{after}")
+        assert tables.main([str(path)]) == 0
+        page = path.read_text()
+        assert page.startswith(before)
+        assert page.endswith(f" |\n{after}")
+        assert "old" not in page
+        assert len(page.splitlines()) == 2 + 1 + 6 + 3
+    with pytest.raises(ValueError, match="table must be one of softmax, .*, got 'max'"):
+        tables.fill("<!-- table: max -->\n")
 
 
 # ---- training steps ----

@@ -91,13 +91,14 @@ CASES = [
 ]
 
 
+@halves
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op} {c.label}")
-def test_benchmark_cases(case):
+def test_benchmark_cases(case, dtype):
     """Shapes of the benchmark, fewer rows of them: more than the GPU has processors."""
     shape = list(case.shape)
     axis = case.axis % len(shape)
     shape[0] = min(shape[0], 300 if axis == len(shape) - 1 else 3)
-    check(case.op, rand(shape, case.dtype), axis)
+    check(case.op, rand(shape, dtype), axis)
 
 
 @pytest.mark.parametrize("op", cases.NORMS)

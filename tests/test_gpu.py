@@ -109,6 +109,27 @@ def test_norm_many_long_rows(op, dtype, columns):
     test_norm.check(op, rand((500, columns), dtype), "float32", residual=True)
 
 
+@halves
+@pytest.mark.parametrize("shape", [(2203, 19711), (2200, 20002), (1001, 50257), (500, 100001)])
+def test_layer_norm_of_many_long_rows_beside_the_grid(dtype, shape):
+    """Clusters of 2 to 8 blocks stay, some for one row more. Blocks and warps have unequal parts."""
+    test_norm.check("layer_norm", rand(shape, dtype), "float32")
+
+
+def test_layer_norm_of_many_long_rows_is_each_row_alone():
+    """Constant rows, huge ones, and what is not finite leave the rows that share their turns as they are."""
+    x = np.array(rand((2203, 19711), "bfloat16"))
+    f = jax.jit(lambda x: jaxnorm.layer_norm(x, implementation="kernel"))
+    before = np.array(f(x), np.float32)
+    x[5], x[20], x[31, 7], x[46, -1], x[2202, 0] = 7, x[20] * 1e15, np.nan, np.inf, -np.inf
+    y = np.array(f(x), np.float32)
+    special = [5, 20, 31, 46, 2202]
+    np.testing.assert_array_equal(np.delete(y, special, 0), np.delete(before, special, 0))
+    assert (y[5] == 0).all()
+    np.testing.assert_allclose(y[20], before[20], atol=0.03, rtol=0.01)
+    assert np.isnan(y[[31, 46, 2202]]).all()
+
+
 @pytest.mark.parametrize("op", cases.NORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("residual", [False, True])

@@ -276,11 +276,8 @@ class Resident {
       for (line += threadIdx.x * at_once; line < end; line += kWarp * at_once) {
 #pragma unroll
         for (int array = 0; array < kArrays; ++array) {
-          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                           cells_ + (array * plan.span + line) * bytes),
-                       "l"(__cvta_generic_to_global(from[array] + (begin_ + line * plan.cols))), "r"(at_once * bytes),
-                       "r"(barrier)
-                       : "memory");
+          CopyBulk(cells_ + (array * plan.span + line) * bytes, from[array] + (begin_ + line * plan.cols),
+                   at_once * bytes, barrier);
         }
       }
       line = end;

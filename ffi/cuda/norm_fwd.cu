@@ -48,6 +48,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
       if (full) {
         if (!ragged.grouped) {
           if (LaunchNormFwdRagged(*device, stream, ragged, name, &status)) return status;
+          if (LaunchNormFwdLongRagged(*device, stream, ragged, name, &status)) return status;
           const NormFwd<T, Mode::kRagged, /*kShifted=*/true> shifted(args);
           if (LaunchNormFwdBundles(*device, stream, shifted, scratch, name, &status)) return status;
         }

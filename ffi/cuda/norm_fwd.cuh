@@ -480,6 +480,41 @@ struct NormFwd {
   }
 };
 
+// What a warp has of each row: lane i gets that of row i / (kWarp / kRows). Each thread's sums are brought from its pivot
+// to the mean of all, which is itself summed as a distance from one thread's pivot: equal elements have exactly that mean
+// and no deviations.
+template <bool kCenter, typename Partial, typename Running, int kRows>
+__device__ __forceinline__ Partial MergeWarp(const Running& running, std::integral_constant<int, kRows>, int lane) {
+  using Acc = decltype(Partial::count);
+  constexpr int kLanes = kWarp / kRows;
+  const int first = __ffs(__ballot_sync(kAllLanes, running.count != 0)) - 1;  // that has any elements
+  const Acc count = LaneReduce(running.count, kWarp, [](Acc a, Acc b) { return a + b; });
+  Acc numbers[kRows];
+  if constexpr (!kCenter) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) numbers[r] = running.squares[r];
+    return {count, 0, SumOverLanes<kWarp>(numbers, lane)};
+  } else {
+    Acc means[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      means[r] = __shfl_sync(kAllLanes, running.pivot[r], first);
+      numbers[r] = fma(running.count, running.pivot[r] - means[r], running.sum[r]);
+    }
+    const Acc shift = SumOverLanes<kWarp>(numbers, lane) * Partial::Inverse(count);
+    Acc mean = 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      means[r] += __shfl_sync(kAllLanes, shift, r * kLanes);
+      mean = lane / kLanes == r ? means[r] : mean;
+      const Acc offset = running.pivot[r] - means[r];
+      numbers[r] = fma(offset, fma(running.count, offset, 2 * running.sum[r]), running.squares[r]);
+    }
+    const Acc squares = SumOverLanes<kWarp>(numbers, lane);
+    return {count, mean, squares < 0 ? Acc(0) : squares};  // not fmax, which would drop NaN
+  }
+}
+
 // Of a row in norm_fwd_short.cu.
 inline constexpr int kMaxShortSlots = kWarp;
 
@@ -501,6 +536,12 @@ bool LaunchNormFwdRagged(const DeviceInfo& device, cudaStream_t stream, const Op
 template <typename Op>
 bool LaunchNormFwdBundles(const DeviceInfo& device, cudaStream_t stream, Op op, ffi::AnyBuffer scratch,
                           const char* name, ffi::Error* status);
+
+// Defined in norm_fwd_long_ragged.cu for the kRagged operations; rows have their parameters in common. False if it does not
+// suit.
+template <typename Op>
+bool LaunchNormFwdLongRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
+                             ffi::Error* status);
 
 // Few rows, of at least that many slots, take norm_fwd_few.cu if all of their elements fit the multiprocessors' shared memory.
 inline constexpr int kMinSplitSlots = 8192;

@@ -52,41 +52,6 @@ struct BundleShared {
   } edges[kMinBundleThreads / kWarp][2 * kVecSize<T>];
 };
 
-// What a warp has of each row: lane i gets that of row i / (kWarp / kRows). Each thread's sums are brought from its pivot
-// to the mean of all, which is itself summed as a distance from one thread's pivot: equal elements have exactly that mean
-// and no deviations.
-template <bool kCenter, typename Partial, typename Running, int kRows>
-__device__ __forceinline__ Partial MergeWarp(const Running& running, std::integral_constant<int, kRows>, int lane) {
-  using Acc = decltype(Partial::count);
-  constexpr int kLanes = kWarp / kRows;
-  const int first = __ffs(__ballot_sync(kAllLanes, running.count != 0)) - 1;  // that has any elements
-  const Acc count = LaneReduce(running.count, kWarp, [](Acc a, Acc b) { return a + b; });
-  Acc numbers[kRows];
-  if constexpr (!kCenter) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) numbers[r] = running.squares[r];
-    return {count, 0, SumOverLanes<kWarp>(numbers, lane)};
-  } else {
-    Acc means[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      means[r] = __shfl_sync(kAllLanes, running.pivot[r], first);
-      numbers[r] = fma(running.count, running.pivot[r] - means[r], running.sum[r]);
-    }
-    const Acc shift = SumOverLanes<kWarp>(numbers, lane) * Partial::Inverse(count);
-    Acc mean = 0;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      means[r] += __shfl_sync(kAllLanes, shift, r * kLanes);
-      if (lane / kLanes == r) mean = means[r];
-      const Acc offset = running.pivot[r] - means[r];
-      numbers[r] = fma(offset, fma(running.count, offset, 2 * running.sum[r]), running.squares[r]);
-    }
-    const Acc squares = SumOverLanes<kWarp>(numbers, lane);
-    return {count, mean, squares < 0 ? Acc(0) : squares};  // not fmax, which would drop NaN
-  }
-}
-
 // There are at least as many rows as kBundleStep bundles have.
 template <typename Op, bool kCenter, int kRows>
 __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::kBlocks)

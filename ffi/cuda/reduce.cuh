@@ -144,7 +144,13 @@ __device__ __forceinline__ void SendToPeer(uint32_t address, uint32_t counter, i
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(counter), "r"(rank));
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(P) / sizeof(uint32_t)); i += kWide) {
-    if constexpr (kWide == 2) {
+    if constexpr (kWide == 4) {
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+              address + 4 * i),
+          "r"(words.w[i]), "r"(words.w[i + 1]), "r"(words.w[i + 2]), "r"(words.w[i + 3]), "r"(counter)
+          : "memory");
+    } else if constexpr (kWide == 2) {
       asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
                        address + 4 * i),
                    "r"(words.w[i]), "r"(words.w[i + 1]), "r"(counter)
@@ -168,6 +174,16 @@ __device__ __forceinline__ void SendToPeer(P* local, uint64_t* barrier, int rank
 __device__ __forceinline__ void ExpectFromPeers(uint32_t address, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+#endif
+}
+
+// Copies from global to shared memory, both aligned to 16 bytes, a multiple of as many, and counts them at the barrier at
+// `counter`, which has been told to expect them.
+__device__ __forceinline__ void CopyBulk(uint32_t shared, const void* global, uint32_t bytes, uint32_t counter) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(counter)
+               : "memory");
 #endif
 }
 

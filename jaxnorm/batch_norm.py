@@ -162,7 +162,7 @@ def batch_norm(
     call = dataclasses.replace(
         call, **_synchronisation(op, axis_name, axis_index_groups, given["x"])
     )
-    out = _normalise(call, given)
+    out: Any = _normalise(call, given)  # to type checkers an object, for custom_jvp of jax 0.11
     reduced = [i for i in range(given["x"].ndim) if i not in call.axes]
     return out["y"], jax.lax.squeeze(out["mean"], reduced), jax.lax.squeeze(out["var"], reduced)
 

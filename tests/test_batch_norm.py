@@ -852,7 +852,7 @@ def test_vmap_over_any_axis(mapped, axis, activation):
 def test_vmap_reads_operands_at_their_own_size():
     """Neither x, if it is not mapped, nor parameters are copied for each example."""
     if not HAS_KERNELS:
-        pytest.skip("no kernels")
+        pytest.skip(f"no kernels: {jaxnorm.status().modules[0].reason}")
     x, scale = jnp.ones((4, 7), "float32"), jnp.ones((3, 7), "float32")
     f = jax.vmap(lambda x, s: jax.vjp(jaxnorm.batch_norm, x, s)[1], (None, 0))
     text = jax.jit(lambda x, s: f(x, s)).lower(x, scale).as_text()

@@ -354,7 +354,7 @@ def test_residuals(z_loss):
 def test_probabilities_are_not_materialised(options):
     """Nothing of the size of the logits in the program but them and their gradient."""
     if not HAS_KERNELS:
-        pytest.skip("no kernels")
+        pytest.skip(f"no kernels: {jaxnorm.status().modules[0].reason}")
     x, labels = rand((256, 4096)), some_labels(256, 4096)
 
     def total(x):

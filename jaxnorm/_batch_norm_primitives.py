@@ -1,0 +1,794 @@
+"""The primitives of batch_norm, with a residual and a ReLU in the same pass.
+
+Notation: features are the dimensions `axes`; all others (beyond the first `groups`, see below) are reduced, n elements
+for each feature. xhat = (x - mean) * rstd with rstd = (var + epsilon)^-1/2; y = xhat * scale + bias + residual, then
+max(y, 0) if `relu`, with one bit per element that says where y > 0.
+
+Forward is two passes over x, and so is backward. Each pass is a primitive of its own, because a reduction over devices
+may have to happen between them: as separate operations XLA sees it, sharding rules stay those of one reduction or of
+elementwise work, and inside shard_map, pmap and vmap the collective is an ordinary `psum`.
+
+  batch_norm_stats    x, [mask] -> mean, var, [count]                                nonlinear
+  batch_norm_fwd      x, mean, var, [scale], [bias], [residual] -> y, [bits]         nonlinear
+  batch_norm_sums     dy, [bits], x, mean, var -> dbias, dscale                      linear in dy
+  batch_norm_dx       dy, [bits], x, [mask, count], mean, var, [scale], dbias, dscale, [dmean, dvar]
+                        -> dx, dresidual                                             linear in all that start with d
+  batch_norm_jvp_in   the transpose of dx; a formula                                 linear in x_dot, residual_dot
+  batch_norm_jvp_out  the transpose of sums, and an addition; a formula              linear in all that end in _dot
+
+The tangent of y falls apart like backward, in reverse. With t = keep * x_dot, where the mask is on and 0 elsewhere,
+
+  jvp_in     y_dot = bits ? rstd * scale * x_dot + residual_dot : 0
+             bias_dot = -rstd * scale * sum(t) / n, scale_dot = -rstd * scale * sum(t * xhat) / n
+             mean_dot = sum(t) / n, var_dot = 2 * sum(t * (x - mean)) / n
+  (sums over devices, and the tangents of scale and bias are added)
+  jvp_out    y_dot + (bits ? bias_dot + xhat * scale_dot : 0)
+
+so that x_dot enters one primitive only, and transposition makes dx in one pass. That is also why the rule belongs to
+the composition (`_normalise` in batch_norm.py, a custom_jvp function). The rules of its two parts serve given
+statistics, and derivatives of derivatives. Primitives take the variance, not rstd: it is what forward returns, and
+nothing is left to do for XLA between the passes.
+
+The bits are always kept, not computed again from x in backward: reading them is 1/40 of what a 16-bit backward moves,
+and computing them again would take scale and bias as operands, and arithmetic that is the same to the bit in forward
+and backward, in the kernels of every platform and in the formula.
+
+Operands have x's rank; those that belong to features have size 1 in the reduced dimensions. The first `groups`
+dimensions are those that vmap mapped, where an operand that was not mapped has size 1.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad, batching
+
+from jaxnorm import _bits
+from jaxnorm._primitive import (
+    NOT_MAPPED,
+    Merge,
+    Partition,
+    acc_dtype,
+    aval_like,
+    axis_names,
+    broadcast_fits,
+    define_dce,
+    define_formula,
+    define_primitive,
+    joint_spec,
+    mesh_size,
+    psum_together,
+    sharding_factors,
+    spec_of,
+    vary_alike,
+)
+
+# Operands and results, in the order that calls have them; the n-th is bit n (ffi/batch_norm_args.h).
+_KERNEL_NAMES = (
+    *("x", "dy", "y", "bits", "mask", "mean", "var", "count", "scale", "bias", "residual"),
+    *("dbias", "dscale", "dmean", "dvar", "dx", "dresidual"),
+)
+_TANGENTS = ("x_dot", "residual_dot", "y_dot", "bias_dot", "scale_dot", "mean_dot", "var_dot")
+_NAMES = (*_KERNEL_NAMES, *_TANGENTS)
+# Of x's shape and dtype. Masks and bits aside, all others have one number per feature, in the arithmetic's dtype.
+_ARRAYS = frozenset(
+    ("x", "dy", "y", "residual", "dx", "dresidual", "x_dot", "residual_dot", "y_dot")
+)
+
+
+# ---- binding, by the names of operands and results ----
+
+
+def bind(primitive, given, results, params):
+    """Results by name, of operands by name, of which those that are None are absent."""
+    names = tuple(n for n in _NAMES if given.get(n) is not None)
+    values = primitive.bind(
+        *vary_alike(*(given[n] for n in names)), names=names, results=results, **params
+    )
+    return dict(zip(results, values, strict=True))
+
+
+def only(given, names):
+    return {n: given.get(n) for n in names}
+
+
+def forward(given, results, params):
+    names = ("x", "mean", "var", "scale", "bias", "residual")
+    return bind(fwd_p, only(given, names), results, params)
+
+
+# ---- formulas: operands by name -> results by name ----
+
+
+def _full(shapes):
+    """The shape that operands (name -> shape) broadcast to."""
+    return jnp.broadcast_shapes(*((*s[:-1], 1) if n == "bits" else s for n, s in shapes.items()))
+
+
+def _reduced(ndim, axes, groups):
+    return tuple(i for i in range(groups, ndim) if i not in axes)
+
+
+def _result_shape(name, full, axes, groups):
+    if name in _ARRAYS:
+        return full
+    reduced = _reduced(len(full), axes, groups)
+    return tuple(1 if i in reduced else n for i, n in enumerate(full))
+
+
+def _reference(formula):
+    def reference(*operands, names, results, axes, groups, **params):
+        given = dict(zip(names, operands, strict=True))
+        out = formula(given, results, axes=axes, groups=groups, **params)
+        full = _full({n: a.shape for n, a in given.items()})
+        # Bits are those of y, which has the full shape; symbols of their last dimension may be written otherwise.
+        return [
+            out[r]
+            if r == "bits"
+            else jnp.broadcast_to(out[r], _result_shape(r, full, axes, groups))
+            for r in results
+        ]
+
+    return reference
+
+
+def _masked(v, given):
+    # Selected, so that what masked elements hold (NaN, say) does not matter.
+    return jnp.where(given["mask"], v, jnp.zeros((), v.dtype)) if "mask" in given else v
+
+
+def _selected(v, given):
+    return _bits.select(given["bits"], v) if "bits" in given else v
+
+
+def _widened(v):
+    return v.astype(acc_dtype(v.dtype))
+
+
+def _factor(given, epsilon):
+    """The product of rstd and scale."""
+    rstd = jax.lax.rsqrt(given["var"] + np.asarray(epsilon, given["var"].dtype))
+    return rstd * given["scale"] if "scale" in given else rstd
+
+
+def _xhat(given, epsilon):
+    rstd = jax.lax.rsqrt(given["var"] + np.asarray(epsilon, given["var"].dtype))
+    return (_widened(given["x"]) - given["mean"]) * rstd
+
+
+def _mean_of(v, given, axes, groups, replicas):
+    """Sums of what counts here, over the number of elements that count everywhere."""
+    reduced = _reduced(v.ndim, axes, groups)
+    if "count" in given:
+        return jnp.sum(_masked(v, given), reduced, keepdims=True) / given["count"]
+    return jnp.mean(v, reduced, keepdims=True) / replicas
+
+
+def _stats_formula(given, results, *, axes, groups, **_):
+    """Two passes: the variance is never negative."""
+    del results
+    x = _widened(given["x"])
+    counted = {n: given[n] for n in ("mask",) if n in given}
+    if counted:
+        kept = jnp.broadcast_to(given["mask"], _full({n: a.shape for n, a in given.items()}))
+        reduced = _reduced(x.ndim, axes, groups)
+        counted["count"] = jnp.sum(kept, reduced, keepdims=True, dtype=x.dtype)
+    mean = _mean_of(x, counted, axes, groups, 1)
+    var = _mean_of(jnp.square(x - mean), counted, axes, groups, 1)
+    return {"mean": mean, "var": var, "count": counted.get("count")}
+
+
+def _fwd_formula(given, results, *, epsilon, relu, **_):
+    x = given["x"]
+    y = (_widened(x) - given["mean"]) * _factor(given, epsilon)
+    if "bias" in given:
+        y = y + given["bias"]
+    if "residual" in given:
+        y = y + _widened(given["residual"])
+    y = y.astype(x.dtype)
+    if relu:
+        y = jnp.maximum(y, jnp.zeros((), y.dtype))
+    return {"y": y, "bits": _bits.pack(y > 0) if "bits" in results else None}
+
+
+def _jvp_in_formula(given, results, *, axes, groups, epsilon, replicas, **_):
+    average = partial(_mean_of, given=given, axes=axes, groups=groups, replicas=replicas)
+    out = {}
+    if "y_dot" in results:
+        terms = []
+        if "x_dot" in given:
+            terms.append(_factor(given, epsilon) * _widened(given["x_dot"]))
+        if "residual_dot" in given:
+            terms.append(_widened(given["residual_dot"]))
+        dtype = next(given[n].dtype for n in ("x_dot", "residual_dot") if n in given)
+        out["y_dot"] = _selected(_add(*terms).astype(dtype), given)
+    if "bias_dot" in results:
+        out["bias_dot"] = -_factor(given, epsilon) * average(_widened(given["x_dot"]))
+    if "scale_dot" in results:
+        product = _widened(given["x_dot"]) * _xhat(given, epsilon)
+        out["scale_dot"] = -_factor(given, epsilon) * average(product)
+    if "mean_dot" in results:
+        out["mean_dot"] = average(_widened(given["x_dot"]))
+    if "var_dot" in results:
+        deviation = _widened(given["x"]) - given["mean"]
+        out["var_dot"] = 2 * average(_widened(given["x_dot"]) * deviation)
+    return out
+
+
+def _jvp_out_formula(given, results, *, epsilon, **_):
+    del results
+    terms = [given["bias_dot"]] if "bias_dot" in given else []
+    if "scale_dot" in given:
+        terms.append(_xhat(given, epsilon) * given["scale_dot"])
+    y_dot = _add(*terms)
+    dtype = given["x"].dtype
+    if y_dot is not None:
+        # Broadcast first: bits are those of elements.
+        shapes = {n: a.shape for n, a in given.items() if n != "y_dot"}
+        y_dot = _selected(jnp.broadcast_to(y_dot, _full(shapes)), given)
+    if "y_dot" in given:
+        y_dot = _add(y_dot, _widened(given["y_dot"]))
+    return {"y_dot": y_dot.astype(dtype)}
+
+
+def _sums_formula(given, results, *, axes, groups, epsilon, **_):
+    g = _widened(_selected(given["dy"], given))
+    reduced = _reduced(g.ndim, axes, groups)
+    out = {"dbias": jnp.sum(g, reduced, keepdims=True)}
+    if "dscale" in results:
+        out["dscale"] = jnp.sum(g * _xhat(given, epsilon), reduced, keepdims=True)
+    return out
+
+
+def _dx_formula(given, results, *, axes, groups, epsilon, replicas, **_):
+    """The transpose of `_jvp_in_formula`; ffi/batch_norm_args.h has it as one equation."""
+    out, terms = {}, []
+    if "dy" in given:
+        out["dresidual"] = g = _selected(given["dy"], given)
+        if "dx" in results:
+            terms.append(_factor(given, epsilon) * _widened(g))
+    if "dx" not in results:
+        return out
+    drift = None
+    if "dbias" in given:
+        drift = given["dbias"] + _xhat(given, epsilon) * given["dscale"]
+        drift = -_factor(given, epsilon) * drift
+    if "dmean" in given:
+        deviation = _widened(given["x"]) - given["mean"]
+        drift = _add(drift, given["dmean"] + 2 * deviation * given["dvar"])
+    if drift is not None:
+        if "count" in given:
+            n = given["count"]
+        else:
+            reduced = _reduced(drift.ndim, axes, groups)
+            n = _number(math.prod(given["x"].shape[i] for i in reduced), drift.dtype) * replicas
+        terms.append(_masked(drift / n, given))
+    dtype = next(given[n].dtype for n in ("dy", "x") if n in given)
+    return out | {"dx": _add(*terms).astype(dtype)}
+
+
+def _number(n, dtype):
+    """A size, which may be a symbol, as a number of `dtype`."""
+    return np.asarray(n, dtype) if isinstance(n, int) else jnp.asarray(n).astype(dtype)
+
+
+def _add(*terms) -> Any:
+    """The sum of those that are not None; None if all are."""
+    present = [t for t in terms if t is not None]
+    return sum(present[1:], present[0]) if present else None
+
+
+# ---- shapes, shardings ----
+
+
+def _abstract(*avals, names, results, axes, groups, **_):
+    given = dict(zip(names, avals, strict=True))
+    full_shape = _full({n: a.shape for n, a in given.items()})
+    arrays = [a for n, a in given.items() if n in _ARRAYS]
+    spec = joint_spec(full_shape, [spec_of(a) for a in arrays], [a.shape for a in arrays])
+    full = aval_like(arrays[0], full_shape, spec=spec)
+    reduced = _reduced(full.ndim, axes, groups)
+
+    def result(name):
+        if name in _ARRAYS:
+            return full
+        if name == "bits":
+            return _bits.aval(full)
+        shape = _result_shape(name, full_shape, axes, groups)
+        entries = tuple(None if i in reduced else e for i, e in enumerate(spec))
+        return aval_like(full, shape, acc_dtype(full.dtype), entries)
+
+    return [result(name) for name in results]
+
+
+# Dimensions that vmap made, which kernels know in runs of alike ones (ffi/buffers.h: kMaxBroadcastDims).
+_MAX_GROUPS = 6
+
+
+def _fits(array, *avals, names, axes, groups, **_):
+    """Whether the kernels take the call: neighbouring features, simple broadcasts, and the operand `array`."""
+    if axes != tuple(range(axes[0], axes[-1] + 1)) or groups > _MAX_GROUPS or array not in names:
+        return False
+    given = dict(zip(names, avals, strict=True))
+    if "mask" in given:
+        full = _full({n: a.shape for n, a in given.items()})
+        trailing = range(axes[-1] + 1, len(full))
+        inner = any(full[i] != 1 for i in trailing)
+        columns = trailing if inner else range(axes[0], len(full))
+        if not broadcast_fits(given["mask"].shape, full, columns):
+            return False
+    return True
+
+
+def _sharding_rule(mesh, operand_shapes, result_shapes, *, names, results, **_):
+    full = _full(dict(zip(names, operand_shapes, strict=True)))
+    x, bits, sizes = _bits.factors(mesh, full)
+    if "bits" not in (*names, *results):  # nothing has the factors that a byte is made of
+        x, sizes = (*x[:-1], "c"), {}
+
+    def factors(k, name, shape):
+        # A broadcast or reduced dimension gets a factor of its own: nothing follows from how it is sharded.
+        own, whole = (bits, _bits.shape(full)) if name == "bits" else (x, full)
+        return tuple(own[i] if n == whole[i] else f"{k}_{i}" for i, n in enumerate(shape))
+
+    return sharding_factors(
+        [
+            factors(f"o{k}", n, s)
+            for k, (n, s) in enumerate(zip(names, operand_shapes, strict=True))
+        ],
+        [
+            factors(f"r{k}", n, s)
+            for k, (n, s) in enumerate(zip(results, result_shapes, strict=True))
+        ],
+        sizes,
+    )
+
+
+def _partition(
+    primitive, mesh, operand_specs, _, operand_shapes, result_shapes, *, names, results, **params
+):
+    """Arrays stay where they are; each device reduces its part, and reductions are summed over the devices."""
+    full = _full(dict(zip(names, operand_shapes, strict=True)))
+    arrays = [
+        (spec, shape)
+        for name, spec, shape in zip(names, operand_specs, operand_shapes, strict=True)
+        if name in _ARRAYS
+    ]
+    spec = joint_spec(full, *zip(*arrays, strict=True))
+    last, blocks = spec[-1], mesh_size(mesh, spec[-1])
+    bits_entry = _bits.entry(last, full[-1], blocks)
+
+    def of(names, shapes):
+        def entry(name, i, n):
+            if name == "bits" and i == len(full) - 1:
+                return bits_entry
+            return spec[i] if n == full[i] else None
+
+        return [
+            tuple(entry(name, i, n) for i, n in enumerate(shape))
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+
+    reduced = _reduced(len(full), params["axes"], params["groups"])
+    split = tuple(name for i in reduced for name in axis_names(spec[i]))
+    shards = math.prod(mesh_size(mesh, spec[i]) for i in reduced)
+    torn = axis_names(last) if bits_entry is None and "bits" in (*names, *results) else ()
+    plan = _local(primitive, split, shards, torn, blocks, names, results, params)
+    return Partition(of(names, operand_shapes), of(results, result_shapes), plan)
+
+
+def merge_statistics(local, psum, position, size):
+    """Statistics of all devices from those of each, by one psum.
+
+    Each device writes its own into an array of zeros that has a place for every one, so that the sum is a copy: exact,
+    the same whatever the order, and the same everywhere. Sums of powers of the means instead would lose the variance
+    where the mean is large.
+    """
+    values = jnp.stack([local[n] for n in local])
+    slots = jnp.zeros((size, *values.shape), values.dtype)
+    slots = psum(jax.lax.dynamic_update_index_in_dim(slots, values, position, 0))
+    of = {n: slots[:, i] for i, n in enumerate(local)}
+    counts = of.get("count")
+    if counts is None:
+        counts = jnp.ones((size, *(1,) * (slots.ndim - 2)), slots.dtype)
+    counted = counts > 0
+    total = jnp.sum(counts, 0)
+    # Distances from one of the means, so that equal means stay what they are.
+    centre = jnp.max(jnp.where(counted, of["mean"], -np.inf), 0)
+    distance = jnp.where(counted, of["mean"] - centre, 0)
+    weight = counts / total
+    shift = jnp.sum(weight * distance, 0)
+    spread = jnp.where(counted, of["var"] + jnp.square(distance - shift), 0)
+    merged = {"mean": centre + shift, "var": jnp.sum(weight * spread, 0), "count": total}
+    return {n: merged[n] for n in local}
+
+
+def _local(primitive, split, shards, torn, blocks, names, results, params):
+    """What a device runs, if it is not the primitive itself.
+
+    Args:
+      primitive: that of the call.
+      split: mesh axes that cut reduced dimensions, into `shards` parts.
+      shards: their number.
+      torn: mesh axes that cut the last dimension, into `blocks` parts that hold no whole bytes of bits.
+      blocks: their number.
+      names: of the operands.
+      results: wanted.
+      params: the remaining parameters.
+    """
+    if not split and not torn:
+        return None
+    params = dict(params, replicas=params["replicas"] * shards)
+
+    def local(*operands):
+        given = dict(zip(names, operands, strict=True))
+        if torn and "bits" in given:
+            given["dy"] = _bits.select_block(torn, blocks, given.pop("bits"), given["dy"])
+        wanted = tuple(r for r in results if not (torn and r == "bits"))
+        out = bind(primitive, given, wanted, params)
+        if split and primitive is stats_p:
+            position = jax.lax.axis_index(split)
+            out = merge_statistics(out, lambda v: jax.lax.psum(v, split), position, shards)
+        elif split and primitive is sums_p:
+            out = dict(zip(out, psum_together(list(out.values()), split), strict=True))
+        if len(wanted) < len(results):
+            out["bits"] = _bits.pack_block(torn, blocks, out["y"] > 0)
+        return [out[r] for r in results]
+
+    return local
+
+
+# ---- what depends on what, in the linear primitives ----
+
+# (operand that it is linear in, result) -> the fixed operands that this path takes, here or in the transpose, where
+# some come in pairs, and x may be the only one that says the shape.
+_JVP_IN = {
+    ("x_dot", "y_dot"): ("bits", "var", "scale"),
+    ("residual_dot", "y_dot"): ("bits",),
+    ("x_dot", "bias_dot"): ("x", "mask", "count", "mean", "var", "scale"),
+    ("x_dot", "scale_dot"): ("x", "mask", "count", "mean", "var", "scale"),
+    ("x_dot", "mean_dot"): ("x", "mask", "count", "mean"),
+    ("x_dot", "var_dot"): ("x", "mask", "count", "mean"),
+}
+_JVP_OUT = {
+    ("y_dot", "y_dot"): (),
+    ("bias_dot", "y_dot"): ("x", "bits"),
+    ("scale_dot", "y_dot"): ("x", "bits", "mean", "var"),
+}
+_SUMS = {
+    ("dy", "dbias"): ("x", "bits"),
+    ("dy", "dscale"): ("x", "bits", "mean", "var"),
+}
+_DX = {
+    ("dy", "dx"): ("bits", "var", "scale"),
+    ("dy", "dresidual"): ("bits",),
+    ("dbias", "dx"): ("x", "mask", "count", "mean", "var", "scale"),
+    ("dscale", "dx"): ("x", "mask", "count", "mean", "var", "scale"),
+    ("dmean", "dx"): ("x", "mask", "count", "mean"),
+    ("dvar", "dx"): ("x", "mask", "count", "mean"),
+}
+_FIXED = ("x", "bits", "mask", "count", "mean", "var", "scale")
+# Operands and results of a primitive are results and operands of its transpose.
+_DUAL = {"x_dot": "dx", "residual_dot": "dresidual", "y_dot": "dy", "bias_dot": "dbias"}
+_DUAL |= {"scale_dot": "dscale", "mean_dot": "dmean", "var_dot": "dvar"}
+_DUAL |= {v: k for k, v in _DUAL.items()}
+# Kernels take both of these or none.
+_PAIRS = (("dbias", "dscale"), ("dmean", "dvar"))
+
+
+def _reach(paths, linear, results):
+    """(results that are not structurally zero, operands that they take) given the linear operands that are there."""
+    taken = {
+        path: fixed for path, fixed in paths.items() if path[0] in linear and path[1] in results
+    }
+    reached = tuple(r for r in results if any(path[1] == r for path in taken))
+    operands = {path[0] for path in taken}.union(*taken.values())
+    return reached, operands
+
+
+def _linear(primitive, given, results, params):
+    """Binds a linear primitive; results by name, without those that are structurally zero."""
+    given = {n: v for n, v in given.items() if v is not None}
+    reached, operands = _reach(_PATHS[primitive], given, results)
+    if not reached:
+        return {}
+    given = {n: v for n, v in given.items() if n in operands}
+    for pair in _PAIRS:
+        present = [n for n in pair if n in given]
+        if primitive is dx_p and len(present) == 1:
+            given |= {n: jnp.zeros_like(given[present[0]]) for n in pair if n not in given}
+    return bind(primitive, given, reached, params)
+
+
+# ---- rules ----
+
+
+def _stats_jvp(primals, tangents, *, names, results, **params):
+    """Of the statistics on one device, in the derivative of backward."""
+    given = dict(zip(names, primals, strict=True))
+    out = bind(stats_p, given, results, params)
+    sums = {}
+    if type(tangents[names.index("x")]) is not ad.Zero:
+        operands = only(given | out, _FIXED) | {"x_dot": tangents[names.index("x")]}
+        sums = _linear(jvp_in_p, operands, ("mean_dot", "var_dot"), dict(params, replicas=1))
+    return [out[r] for r in results], [_tangent(sums.get(f"{r}_dot"), out[r]) for r in results]
+
+
+def _fwd_jvp(primals, tangents, *, names, results, **params):
+    """By given statistics."""
+    given = dict(zip(names, primals, strict=True))
+    dots = {n: t for n, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    known = given | named(forward(given, kept_results(params), params))
+    terms = {}
+    factor = jax.lax.rsqrt(known["var"] + np.asarray(params["epsilon"], known["var"].dtype))
+    square = jnp.square(factor)
+    if "scale" in known:
+        factor = factor * known["scale"]
+    if "mean" in dots:
+        terms["bias_dot"] = -factor * dots["mean"]
+    if "var" in dots:
+        scale = known.get("scale", np.ones((), square.dtype))
+        half = np.asarray(-0.5, square.dtype)
+        terms["scale_dot"] = half * scale * square * dots["var"]
+    y_dot = tangents_of(known, dots, terms, ("y_dot",), params).get("y_dot")
+    out = [known[r] for r in results]
+    return out, [_tangent(y_dot if r == "y" else None, known[r]) for r in results]
+
+
+def kept_results(params):
+    return ("y", "bits") if params["relu"] else ("y",)
+
+
+def tangents_of(known, dots, terms, results, params, synchronise=lambda t: t, join=lambda t: t):
+    """Those of y, and with statistics of x's own those of mean and var, by name.
+
+    Args:
+      known: operands and results of forward.
+      dots: the operands' tangents.
+      terms: what is part of bias_dot and scale_dot besides the tangents of bias and scale.
+      results: of jvp_in.
+      params: of the primitives.
+      synchronise: combines the sums of devices.
+      join: brings the two sums that jvp_out takes into a form whose transpose is one collective.
+    """
+    # Without a ReLU the residual's tangent is added as it is.
+    selected = ("x", "residual") if params["relu"] else ("x",)
+    operands = only(known, _FIXED) | {f"{n}_dot": dots.get(n) for n in selected}
+    first = synchronise(_linear(jvp_in_p, operands, results, params))
+    out = {n: first.pop(n) for n in ("mean_dot", "var_dot") if n in first}
+    for more in ({f"{n}_dot": dots[n] for n in ("bias", "scale") if n in dots}, terms):
+        first |= {n: _add(first.get(n), t) for n, t in more.items()}
+    first = join(first)
+    if first.keys() - {"y_dot"}:
+        first = _linear(jvp_out_p, only(known, _FIXED) | first, ("y_dot",), params)
+    y_dot = first.get("y_dot")
+    if not params["relu"] and "residual" in dots:
+        y_dot = _add(y_dot, dots["residual"])
+    return out if y_dot is None else out | {"y_dot": y_dot}
+
+
+def _tangent(tangent, value):
+    return _zero(value) if tangent is None else vary_alike(tangent, value)[0]
+
+
+def named(kept):
+    """For checkpoint policies: names that the user gives to results name other values."""
+    return {n: v if n == "y" else checkpoint_name(v, "jaxnorm_batch_norm") for n, v in kept.items()}
+
+
+def _batch(primitive, args, dims, *, names, results, axes, groups, **params):
+    """Maps over one more feature dimension where the arrays are mapped beside one, else over a new group."""
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
+    arrays = {d for n, d in zip(names, dims, strict=True) if n in _ARRAYS or n == "bits"}
+    last = args[0].ndim - (dims[0] is not NOT_MAPPED)
+    if params["relu"]:
+        last -= 1  # bits are packed along the last dimension, which must stay
+    candidates = range(axes[0], min(axes[-1] + 1, last) + 1)
+    beside = len(arrays) == 1 and arrays <= {*candidates} and "mask" not in names
+    at = arrays.pop() if beside else 0
+
+    def place(name, a, d):
+        if d is not NOT_MAPPED:
+            return jnp.moveaxis(a, d, at)
+        a = jnp.expand_dims(a, at)
+        if beside and name not in _ARRAYS:  # one number per feature, of which there are more now
+            return jnp.broadcast_to(a, tuple(size if i == at else n for i, n in enumerate(a.shape)))
+        return a
+
+    args = [place(*each) for each in zip(names, args, dims, strict=True)]
+    shifted = [a + (a >= at) for a in axes]
+    values = primitive.bind(
+        *args,
+        names=names,
+        results=results,
+        axes=tuple(sorted([*shifted, at] if beside else shifted)),
+        groups=groups + (not beside),
+        **params,
+    )
+    return values, [at] * len(results)
+
+
+def _zero(value):
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **params):
+    """Linear in some operands, so that part is the same again; in the others the formula is differentiated."""
+    given = dict(zip(names, primals, strict=True))
+    dots = {n: t for n, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    out = primitive.bind(*primals, names=names, results=results, **params)
+    fixed = only(given, _FIXED)
+    linear = {n: t for n, t in dots.items() if n not in _FIXED}
+    terms = [_linear(primitive, fixed | linear, results, params)]
+    moving = [n for n in dots if n in _FIXED]
+    if moving:
+
+        def of(*values):
+            now = given | dict(zip(moving, values, strict=True))
+            return reference(*(now[n] for n in names), names=names, results=results, **params)
+
+        primals, tangents = [given[n] for n in moving], [dots[n] for n in moving]
+        nonlinear = jax.jvp(of, primals, tangents)[1]
+        terms.append(dict(zip(results, nonlinear, strict=True)))
+    sums = [_add(*(t.get(r) for t in terms)) for r in results]
+    return out, [
+        _zero(o) if t is None else jnp.broadcast_to(t, o.shape)
+        for o, t in zip(out, sums, strict=True)
+    ]
+
+
+def _sum_to(value, shape):
+    """The transpose of broadcasting from `shape`."""
+    broadcast = [i for i, n in enumerate(shape) if n != value.shape[i]]
+    return jnp.sum(value, broadcast, keepdims=True) if broadcast else value
+
+
+def _transpose(dual, cotangents, *operands, names, results, **params):
+    """Binds the transpose, by the names that operands and results have there."""
+    given = dict(zip(names, operands, strict=True))
+    cts = {
+        _DUAL[r]: ct for r, ct in zip(results, cotangents, strict=True) if type(ct) is not ad.Zero
+    }
+    moving = [n for n in names if ad.is_undefined_primal(given[n])]
+    fixed = {n: v for n, v in given.items() if n not in moving}
+    # jvp_out adds this operand, which sums therefore does not return.
+    passed = {"dy": cts["dy"]} if "y_dot" in moving and "dy" in cts else {}
+    wanted = tuple(_DUAL[n] for n in moving if _DUAL[n] not in passed)
+    bars = passed | _linear(dual, fixed | cts, wanted, params)
+    out = dict.fromkeys(names)
+    for name in moving:
+        bar, aval = bars.get(_DUAL[name]), given[name].aval
+        out[name] = ad.Zero(aval) if bar is None else _sum_to(bar, aval.shape)
+    return list(out.values())
+
+
+def _prune(paths, used, params):
+    results = tuple(r for r, u in zip(params["results"], used, strict=True) if u)
+    names = params["names"]
+    # Operands without a use may be those that were mapped: results would lose that dimension with them.
+    operands = names if params["groups"] else _reach(paths, names, results)[1]
+    taken = [n in operands for n in names]
+    return dict(params, names=tuple(n for n in names if n in operands), results=results), taken
+
+
+def _prune_bits(used, params):
+    if not used[params["results"].index("y")]:
+        return None
+    return dict(params, results=("y",)), [True] * len(params["names"])
+
+
+# ---- primitives ----
+
+
+# Partial results of the CUDA reductions, at most: what lets 1000 blocks work on 256 channels each. A partial result is
+# also never of fewer elements than this.
+_MOST_PARTIALS = 2**18
+_LEAST_ELEMENTS = 64
+_UNKNOWN_PARTIALS = 2**22
+
+
+def _scratch(numbers, *avals, names, axes, groups, **_):
+    """Room for the partial results of a CUDA reduction, of so many numbers each (ffi/cuda/batch_norm_reduce.cuh)."""
+    full = _full({n: a.shape for n, a in zip(names, avals, strict=True)})
+    words = acc_dtype(next(a.dtype for n, a in zip(names, avals, strict=True) if n in _ARRAYS))
+    numbers = numbers * words.itemsize // 4
+    if not all(isinstance(n, int) for n in full):
+        return numbers * _UNKNOWN_PARTIALS
+    channels = math.prod(full[a] for a in axes)
+    columns = math.prod(full[axes[0] :])
+    # One for each channel and tile, in lines that are a multiple of 8 elements.
+    least = 8 // math.gcd(columns, 8) * (2 * channels + columns // 256) + 4096
+    least *= math.prod(full[:groups])
+    return numbers * (least + min(_MOST_PARTIALS, math.prod(full) // _LEAST_ELEMENTS))
+
+
+def _attributes(*extra):
+    def attributes(*, names, results, axes, groups, epsilon, replicas, relu, **_):
+        optional = {
+            "epsilon": np.float64(epsilon),
+            "relu": bool(relu),
+            "replicas": np.int64(replicas),
+        }
+        return {
+            "groups": np.int64(groups),
+            "axis": np.int64(axes[0]),
+            "end": np.int64(axes[-1] + 1),
+            "operands": np.int64(sum(1 << _KERNEL_NAMES.index(n) for n in names)),
+            "results": np.int64(sum(1 << _KERNEL_NAMES.index(n) for n in results)),
+            **{n: optional[n] for n in extra},
+        }
+
+    return attributes
+
+
+def _define(stem, formula, array, extra, scratch=None, **options):
+    """A primitive with kernels, of which `array` says the shape."""
+
+    def partition(*args, **params):
+        return _partition(primitive, *args, **params)
+
+    primitive = define_primitive(
+        f"batch_norm_{stem}",
+        abstract=_abstract,
+        reference=_reference(formula),
+        attributes=_attributes(*extra),
+        describe=lambda _, *, op, **__: op,
+        fits=partial(_fits, array),
+        sharding_rule=_sharding_rule,
+        partition=partition,
+        scratch=scratch,
+        **options,
+    )
+    batching.primitive_batchers[primitive] = partial(_batch, primitive)
+    return primitive
+
+
+# On a GPU both passes are one call where nothing comes between them: one launch, if the device can hold the arrays.
+_TRAIN = Merge(
+    first="batch_norm_stats",
+    target="batch_norm_train",
+    passed=("mean", "var"),
+    shared=("x",),
+    order=_KERNEL_NAMES,
+    scratch=partial(_scratch, 3),
+)
+_BWD = Merge(
+    first="batch_norm_sums",
+    target="batch_norm_bwd",
+    passed=("dbias", "dscale"),
+    shared=("x", "dy", "bits", "mean", "var"),
+    order=_KERNEL_NAMES,
+    scratch=partial(_scratch, 2),
+    fits=lambda *, names, results, **_: "dx" in results and not {"mask", "dmean"} & {*names},
+)
+
+stats_p = _define("stats", _stats_formula, "x", (), partial(_scratch, 3), merged=True)
+fwd_p = _define("fwd", _fwd_formula, "x", ("epsilon", "relu"), merge=_TRAIN)
+sums_p = _define("sums", _sums_formula, "dy", ("epsilon",), partial(_scratch, 2), merged=True)
+dx_p = _define("dx", _dx_formula, "dy", ("epsilon", "replicas"), merge=_BWD)
+jvp_in_p = define_formula(
+    "batch_norm_jvp_in", abstract=_abstract, formula=_reference(_jvp_in_formula)
+)
+jvp_out_p = define_formula(
+    "batch_norm_jvp_out", abstract=_abstract, formula=_reference(_jvp_out_formula)
+)
+define_dce(fwd_p, _prune_bits)
+
+ad.primitive_jvps[stats_p] = _stats_jvp
+ad.primitive_jvps[fwd_p] = _fwd_jvp
+
+_PATHS = {jvp_in_p: _JVP_IN, jvp_out_p: _JVP_OUT, sums_p: _SUMS, dx_p: _DX}
+for _primitive, _formula, _transposed in (
+    (jvp_in_p, _jvp_in_formula, dx_p),
+    (jvp_out_p, _jvp_out_formula, sums_p),
+    (sums_p, _sums_formula, jvp_out_p),
+    (dx_p, _dx_formula, jvp_in_p),
+):
+    ad.primitive_jvps[_primitive] = partial(_linear_jvp, _primitive, _reference(_formula))
+    ad.primitive_transposes[_primitive] = partial(_transpose, _transposed)
+    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
+    define_dce(_primitive, partial(_prune, _PATHS[_primitive]))

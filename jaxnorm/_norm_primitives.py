@@ -1,0 +1,778 @@
+"""The primitives of layer_norm and rms_norm: one family, which differs in whether the mean is subtracted (`center`).
+
+Notation: s = x, or x + residual rounded to x's dtype; xhat = (s - mean) * rstd along the normalised axes, with
+rstd = (variance + epsilon)^-1/2 over the elements that `mask` keeps; y = xhat * (scale + scale_offset) + bias.
+Three primitives:
+
+  norm_fwd   x, [residual], [mask], [scale], [bias] -> y, [s], [mean], rstd         nonlinear
+  norm_jvp   s, statistics, tangents -> tangent of y, [tangent of s]                linear in the tangents; a formula
+  norm_bwd   s, dy, statistics, [ds] -> those of dx, dscale, dbias that are needed  its transpose, in one pass
+
+Operands have x's rank. The statistics have size 1 along the normalised axes, scale and bias along all others, and any
+operand may have size 1 where vmap did not map it, which is how mapping over a subset of them costs nothing. The first
+`groups` dimensions are those of scale and bias that vmap mapped: each group has parameters of its own.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad, batching
+
+from jaxnorm._primitive import (
+    NOT_MAPPED,
+    Partition,
+    acc_dtype,
+    aval_like,
+    axis_names,
+    broadcast_aval,
+    broadcast_fits,
+    broadcast_sharding_rule,
+    broadcast_specs,
+    collapsed_aval,
+    define_dce,
+    define_formula,
+    define_primitive,
+    joint_spec,
+    psum_together,
+    split_scratch,
+    vary_alike,
+)
+
+# Names the operands that a call has, the tangents and the cotangents (ffi/norm_args.h holds the same numbers).
+X, RESIDUAL, MASK, SCALE, BIAS = 1, 2, 4, 8, 16
+
+# Positions within a row are 32-bit numbers.
+_MAX_COLUMNS = 2**30
+
+
+# ---- operands by name ----
+
+
+def _present(names, bits):
+    return [name for name, bit in names if bits & bit]
+
+
+def _statistics_names(center):
+    return ["mean", "rstd"] if center else ["rstd"]
+
+
+def _fwd_names(operands):
+    optional = (("residual", RESIDUAL), ("mask", MASK), ("scale", SCALE), ("bias", BIAS))
+    return ["x", *_present(optional, operands)]
+
+
+def _jvp_names(center, operands, have):
+    optional = _present((("mask", MASK), ("scale", SCALE)), operands)
+    tangents = _present((("x_dot", X), ("scale_dot", SCALE), ("bias_dot", BIAS)), have)
+    return ["x", *_statistics_names(center), *optional, *tangents]
+
+
+def _bwd_names(center, operands):
+    optional = (("dsum", RESIDUAL), ("mask", MASK), ("scale", SCALE))
+    return ["x", "dy", *_statistics_names(center), *_present(optional, operands)]
+
+
+_PARAMETERS = ("scale", "bias", "scale_dot", "bias_dot")
+
+
+def _named(names, operands):
+    return dict(zip(names, operands, strict=True))
+
+
+# ---- formulas ----
+
+
+def _average(mask, axes, mesh_axes):
+    """A function: the sum of all elements along `axes` over the number of those that count, of one array or several.
+
+    `mesh_axes` (if any) cut the axes into equal blocks.
+    """
+    count = None
+
+    def average(*values):
+        nonlocal count
+        if mask is None:
+            means = [jnp.mean(v, axes, keepdims=True) for v in values]
+            return [m / blocks for m in psum_together(means, mesh_axes)]
+        if count is None:  # it travels with the first sums
+            sizes = [values[0].shape[i] if i in axes else n for i, n in enumerate(mask.shape)]
+            values = (*values, jnp.broadcast_to(mask, sizes).astype(values[0].dtype))
+        sums = [jnp.sum(v, axes, keepdims=True) for v in values]
+        # Those of a mask that all rows share are smaller.
+        shape = jnp.broadcast_shapes(*(s.shape for s in sums))
+        sums = psum_together([jnp.broadcast_to(s, shape) for s in sums], mesh_axes)
+        if count is None:
+            count = sums.pop()
+        return [s / count for s in sums]
+
+    blocks = jax.lax.psum(1, mesh_axes) if mesh_axes else 1
+    return average
+
+
+def _masked(v, mask):
+    # Selected, so that what masked elements hold (NaN, say) does not matter.
+    return v if mask is None else jnp.where(mask, v, jnp.zeros((), v.dtype))
+
+
+def _statistics(s, mask, *, axes, center, epsilon, mesh_axes=()):
+    """(mean or None, rstd) of s, which has the arithmetic's dtype. Two passes: the variance is never negative."""
+    average = _average(mask, axes, mesh_axes)
+    mean = average(_masked(s, mask))[0] if center else None
+    deviation = s if mean is None else s - mean
+    (variance,) = average(jnp.square(_masked(deviation, mask)))
+    return mean, jax.lax.rsqrt(variance + np.asarray(epsilon, s.dtype))
+
+
+def _normalised(s, mean, rstd):
+    return (s if mean is None else s - mean) * rstd
+
+
+def _scaled(v, scale, scale_offset):
+    """The product of v and the scale, both in the arithmetic's dtype."""
+    if scale is None:
+        return v
+    return v * (scale.astype(v.dtype) + np.asarray(scale_offset, v.dtype))
+
+
+def _rounded(s):
+    """The same in its own precision: XLA would skip the rounding of a 16-bit sum that is converted at once."""
+    info = jnp.finfo(s.dtype)
+    return jax.lax.reduce_precision(s, info.nexp, info.nmant)
+
+
+def _fwd_reference(
+    *operands_,
+    axes,
+    groups,
+    center,
+    epsilon,
+    scale_offset,
+    operands,
+    implementation=None,
+    mesh_axes=(),
+):
+    del groups, implementation
+    given = _named(_fwd_names(operands), operands_)
+    x, mask, bias = given["x"], given.get("mask"), given.get("bias")
+    s = _rounded(x + given["residual"]) if operands & RESIDUAL else x
+    acc = s.astype(acc_dtype(x.dtype))
+    mean, rstd = _statistics(
+        acc, mask, axes=axes, center=center, epsilon=epsilon, mesh_axes=mesh_axes
+    )
+    y = _scaled(_normalised(acc, mean, rstd), given.get("scale"), scale_offset)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    shape = jnp.broadcast_shapes(*(a.shape for a in operands_))
+    statistics = [rstd] if mean is None else [mean, rstd]
+    stat_shape = tuple(1 if i in axes else n for i, n in enumerate(shape))
+    return [
+        y.astype(x.dtype),
+        *([jnp.broadcast_to(s, shape)] if operands & RESIDUAL else []),
+        *(jnp.broadcast_to(v, stat_shape) for v in statistics),
+    ]
+
+
+def _parameter_gradient(v, axes, groups):
+    """Sum of v over the rows of each group."""
+    rows = tuple(i for i in range(groups, v.ndim) if i not in axes)
+    return jnp.sum(v, rows, keepdims=True)
+
+
+def _bwd_reference(
+    *operands_,
+    axes,
+    groups,
+    center,
+    scale_offset,
+    operands,
+    need,
+    parameter_dtype,
+    epsilon=None,
+    implementation=None,
+    mesh_axes=(),
+):
+    """The formula of ffi/norm_args.h.
+
+    With w = dy * scale, keep = 1 where the mask is on and 0 elsewhere, n = sum(keep), and sums over all elements,
+
+      dx = rstd * (w - keep * (sum(w) / n + xhat * sum(w * xhat) / n))
+
+    since d(mean)/ds_i = keep_i / n and d(rstd)/ds_i = -rstd^2 * keep_i * xhat_i / n. Without centring sum(w) is absent.
+    """
+    del epsilon, implementation
+    given = _named(_bwd_names(center, operands), operands_)
+    dtype = acc_dtype(given["x"].dtype)
+    mask, rstd = given.get("mask"), given["rstd"]
+    dy = given["dy"].astype(dtype)
+    xhat = _normalised(given["x"].astype(dtype), given.get("mean"), rstd)
+    results = []
+    if need & X:
+        w = _scaled(dy, given.get("scale"), scale_offset)
+        average = _average(mask, axes, mesh_axes)
+        if center:
+            of_w, of_product = average(w, w * xhat)
+            drift = of_w + xhat * of_product
+        else:
+            drift = xhat * average(w * xhat)[0]
+        dx = rstd * (w - _masked(drift, mask))
+        if "dsum" in given:
+            dx = dx + given["dsum"].astype(dtype)
+        results.append(dx.astype(given["x"].dtype))
+    if need & SCALE:
+        results.append(_parameter_gradient(dy * xhat, axes, groups).astype(parameter_dtype))
+    if need & BIAS:
+        full = jnp.broadcast_to(dy, jnp.broadcast_shapes(dy.shape, xhat.shape))
+        results.append(_parameter_gradient(full, axes, groups).astype(parameter_dtype))
+    return results
+
+
+def _jvp_reference(
+    *operands_,
+    axes,
+    groups,
+    center,
+    scale_offset,
+    operands,
+    have,
+    with_sum,
+    parameter_dtype,
+    epsilon=None,
+    implementation=None,
+):
+    """The tangent of y; `with_sum`, also x_dot, so that the transpose meets both cotangents at once.
+
+    xhat_dot = rstd * (x_dot - sum(keep * x_dot) / n - xhat * sum(keep * x_dot * xhat) / n).
+    """
+    del groups, parameter_dtype, epsilon, implementation
+    given = _named(_jvp_names(center, operands, have), operands_)
+    dtype = acc_dtype(given["x"].dtype)
+    mask, rstd = given.get("mask"), given["rstd"]
+    xhat = _normalised(given["x"].astype(dtype), given.get("mean"), rstd)
+    terms = []
+    if have & X:
+        x_dot = given["x_dot"].astype(dtype)
+        kept = _masked(x_dot, mask)
+        average = _average(mask, axes, ())
+        if center:
+            of_dot, of_product = average(kept, kept * _masked(xhat, mask))
+            x_dot = x_dot - of_dot
+        else:
+            (of_product,) = average(kept * _masked(xhat, mask))
+        terms.append(_scaled(rstd * (x_dot - xhat * of_product), given.get("scale"), scale_offset))
+    if have & SCALE:
+        terms.append(xhat * given["scale_dot"].astype(dtype))
+    if have & BIAS:
+        terms.append(given["bias_dot"].astype(dtype))
+    shape = jnp.broadcast_shapes(*(a.shape for a in operands_))
+    y_dot = jnp.broadcast_to(sum(terms[1:], terms[0]), shape).astype(given["x"].dtype)
+    return [y_dot, given["x_dot"]] if with_sum else [y_dot]
+
+
+# ---- shapes and shardings ----
+
+
+def _fwd_abstract(*avals, axes, center, operands, **_):
+    full = broadcast_aval(*avals)
+    statistic = collapsed_aval(full, axes, acc_dtype(full.dtype))
+    return [full] * (2 if operands & RESIDUAL else 1) + [statistic] * (2 if center else 1)
+
+
+def _jvp_abstract(*avals, center, operands, have, with_sum, **_):
+    full = broadcast_aval(*avals)
+    given = _named(_jvp_names(center, operands, have), avals)
+    return [full, aval_like(given["x_dot"])] if with_sum else [full]
+
+
+def _bwd_abstract(*avals, axes, groups, need, parameter_dtype, **_):
+    full = broadcast_aval(*avals)
+    rows = [i for i in range(groups, full.ndim) if i not in axes]
+    parameter = collapsed_aval(full, rows, parameter_dtype)
+    return [full] * bool(need & X) + [parameter] * (bool(need & SCALE) + bool(need & BIAS))
+
+
+def _describe(_, *, center, **__):
+    return "layer_norm" if center else "rms_norm"
+
+
+def _fits(names, *avals, axes, groups, **_):
+    """Whether the kernels take the shapes: rows of a usable length, contiguous, and simple broadcasts.
+
+    Rows of one element are elementwise arithmetic, which XLA fuses with its neighbours.
+    """
+    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
+    columns = [shape[i] for i in axes]
+    if axes != tuple(range(len(shape) - len(axes), len(shape))):
+        return False
+    if all(isinstance(n, int) for n in columns) and not 1 < math.prod(columns) < _MAX_COLUMNS:
+        return False
+
+    def parameter_fits(a):
+        # All groups have their own, or all share one.
+        own = [
+            n == full for n, full in zip(a.shape[:groups], shape[:groups], strict=True) if full != 1
+        ]
+        return all(own) or not any(own)
+
+    def along_axes(a):
+        return [n == full for n, full in zip(a.shape, shape, strict=True)][axes[0] :]
+
+    for name, a in zip(names, avals, strict=True):
+        if name in _PARAMETERS:
+            if not parameter_fits(a):
+                return False
+        elif not broadcast_fits(a.shape, shape, axes) or len(set(along_axes(a))) > 1:
+            return False
+    return True
+
+
+def _partition(local, mesh, operand_specs, _, operand_shapes, result_shapes, **params):
+    """Rows stay where they are; `local(spec, **params)` says what a device runs if it is not the primitive itself."""
+    del mesh
+    full = jnp.broadcast_shapes(*operand_shapes)
+    spec = joint_spec(full, operand_specs, operand_shapes)
+    of = partial(broadcast_specs, spec, full)
+    return Partition(of(operand_shapes), of(result_shapes), local(spec, **params))
+
+
+def _names_along(spec, dims):
+    """The mesh axes that cut any of the dimensions."""
+    return tuple(name for i in dims for name in axis_names(spec[i]))
+
+
+def _batch(primitive, args, dims, *, names, grouped, axes, groups, **params):
+    """Maps over a row dimension, or over a new group dimension where parameters or their gradients differ."""
+    if grouped:
+        at = 0
+    else:
+        first = next(d for d in dims if d is not NOT_MAPPED)
+        at = min(max(first, groups), axes[0])
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
+
+    def place(name, a, d):
+        if d is not NOT_MAPPED:
+            return jnp.moveaxis(a, d, at)
+        a = jnp.expand_dims(a, at)
+        # Kernels know parameters of all groups, or of one that all share.
+        partly = grouped and groups and name in _PARAMETERS
+        return jnp.broadcast_to(a, (size, *a.shape[1:])) if partly else a
+
+    args = [place(*each) for each in zip(names, args, dims, strict=True)]
+    results = primitive.bind(
+        *args, axes=tuple(a + 1 for a in axes), groups=groups + grouped, **params
+    )
+    return results, [at] * len(results)
+
+
+def _parameter_mapped(names, dims):
+    return any(
+        d is not NOT_MAPPED for name, d in zip(names, dims, strict=True) if name in _PARAMETERS
+    )
+
+
+# ---- norm_fwd ----
+
+
+def _fwd_local(spec, *, axes, **params):
+    # Only a sharded row needs more: all-reduces of its count and mean, then of its mean squared deviation.
+    split = _names_along(spec, axes)
+    return partial(_fwd_reference, **params, axes=axes, mesh_axes=split) if split else None
+
+
+# Elements of a copy of parameters beside the columns, at most.
+_SHIFT_MARGIN = 32
+
+
+def _fwd_scratch(*avals, axes, **_):
+    """Float32 elements: of rows that are split, or for four copies of scale and bias (ffi/cuda/norm.cuh)."""
+    full = broadcast_aval(*avals)
+    columns = [full.shape[i] for i in axes]
+    copies = 0
+    if all(isinstance(n, int) for n in columns) and math.prod(columns) % (
+        16 // full.dtype.itemsize
+    ):
+        copies = 2 * 4 * (math.prod(columns) + _SHIFT_MARGIN)
+    return max(split_scratch(full, axes), copies)
+
+
+norm_fwd_p = define_primitive(
+    "norm_fwd",
+    abstract=_fwd_abstract,
+    reference=_fwd_reference,
+    attributes=lambda *, axes, groups, center, epsilon, scale_offset, operands, implementation: {
+        "axis": np.int64(axes[0]),
+        "groups": np.int64(groups),
+        "center": bool(center),
+        "epsilon": np.float64(epsilon),
+        "scale_offset": np.float64(scale_offset),
+        "operands": np.int64(operands),
+    },
+    describe=_describe,
+    fits=lambda *avals, operands, **params: _fits(_fwd_names(operands), *avals, **params),
+    sharding_rule=broadcast_sharding_rule,
+    partition=partial(_partition, _fwd_local),
+    scratch=_fwd_scratch,
+)
+
+
+def _zero(value):
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def _add(*tangents):
+    """The sum of tangents, of which some may be structural zeros; None if all are."""
+    present = [t for t in tangents if t is not None and type(t) is not ad.Zero]
+    return sum(present[1:], present[0]) if present else None
+
+
+def _fwd_jvp(primals, tangents, *, operands, epsilon, center, **params):
+    """Names what backward keeps: names that the user gives to results name other values.
+
+    The statistics have no tangents here: they are functions of s, and the rules of norm_jvp and norm_bwd, which alone
+    read them, differentiate them as such.
+    """
+    names = _fwd_names(operands)
+    given, dots = _named(names, primals), _named(names, tangents)
+    params |= {"epsilon": epsilon, "center": center}
+    y, *rest = norm_fwd_p.bind(*primals, operands=operands, **params)
+    rest = [
+        checkpoint_name(r, "jaxnorm_layer_norm" if center else "jaxnorm_rms_norm") for r in rest
+    ]
+    s, statistics = (rest[0], rest[1:]) if operands & RESIDUAL else (given["x"], rest)
+    s_dot = _add(dots["x"], dots.get("residual"))
+    have = {X: s_dot, SCALE: _add(dots.get("scale")), BIAS: _add(dots.get("bias"))}
+    y_dot, sum_dot = _tangents(
+        s,
+        statistics,
+        given,
+        have,
+        parameter_dtype=_parameter_dtype(given),
+        with_sum=bool(operands & RESIDUAL),
+        **params,
+    )
+    out_dots = [y_dot, sum_dot] if operands & RESIDUAL else [y_dot]
+    results = [y, *rest]
+    return results, [
+        _zero(r) if t is None else t
+        for r, t in zip(results, out_dots + [None] * len(statistics), strict=True)
+    ]
+
+
+def _parameter_dtype(given):
+    """Name of the dtype that gradients of the parameters have."""
+    return next((given[name].dtype.name for name in _PARAMETERS if name in given), None)
+
+
+def _tangents(s, statistics, given, have, *, with_sum, implementation, **params):
+    """(tangent of y, tangent of s) by norm_jvp; None for those that are zero.
+
+    Args:
+      s: what is normalised.
+      statistics: of it.
+      given: operands by name, of which mask and scale are used.
+      have: tangents of X, SCALE and BIAS, None for zeros.
+      with_sum: whether the tangent of s is wanted, if it is not zero.
+      implementation: for the transpose.
+      **params: the remaining parameters of norm_jvp.
+    """
+    have = {bit: t for bit, t in have.items() if t is not None}
+    if not have:
+        return None, None
+    with_sum = with_sum and X in have
+    # The scale acts on the tangent of s alone. The mask does too, but the statistics' derivatives need it.
+    named = ((MASK, given.get("mask")), (SCALE, given.get("scale") if X in have else None))
+    optional = {bit: value for bit, value in named if value is not None}
+    y_dot, *sum_dot = norm_jvp_p.bind(
+        *vary_alike(s, *statistics, *optional.values(), *have.values()),
+        operands=sum(optional),
+        have=sum(have),
+        with_sum=with_sum,
+        implementation=implementation,
+        **params,
+    )
+    return y_dot, sum_dot[0] if with_sum else None
+
+
+def _fwd_batch(args, dims, *, operands, **params):
+    names = _fwd_names(operands)
+    return _batch(
+        norm_fwd_p,
+        args,
+        dims,
+        names=names,
+        grouped=_parameter_mapped(names, dims),
+        operands=operands,
+        **params,
+    )
+
+
+ad.primitive_jvps[norm_fwd_p] = _fwd_jvp
+batching.primitive_batchers[norm_fwd_p] = _fwd_batch
+
+# ---- norm_jvp and norm_bwd: transposes of each other ----
+
+norm_jvp_p = define_formula("norm_jvp", abstract=_jvp_abstract, formula=_jvp_reference)
+
+
+def _bwd_local(spec, *, axes, groups, parameter_dtype, **params):
+    rows = [i for i in range(groups, len(spec)) if i not in axes]
+    split, replicas = _names_along(spec, axes), _names_along(spec, rows)
+    need = params["need"]
+    if not split and not (replicas and need & (SCALE | BIAS)):
+        return None
+
+    def local(*blocks):
+        # Sums over the devices' rows are rounded once, so what each of them adds up stays in the arithmetic's dtype.
+        exact = dict(
+            params, axes=axes, groups=groups, parameter_dtype=acc_dtype(blocks[0].dtype).name
+        )
+        if split:
+            results = _bwd_reference(*blocks, **exact, mesh_axes=split)
+        else:
+            results = norm_bwd_p.bind(*blocks, **exact)
+        first = bool(need & X)
+        sums = psum_together(results[first:], replicas) if len(results) > first else []
+        return [*results[:first], *(s.astype(parameter_dtype) for s in sums)]
+
+    return local
+
+
+# The most blocks of the CUDA kernels that add up parameters' gradients, each its own rows: two per multiprocessor of an
+# H100 or H200. A row of unknown length gets room for 8192 columns; the kernels then use fewer blocks for more.
+_PARTIALS = 264
+_UNKNOWN_COLUMNS = 8192
+_VECTOR = 8  # the most elements of a vector of the CUDA kernels
+
+
+def _bwd_scratch(*avals, axes, groups, need, **_):
+    full = broadcast_aval(*avals)
+    # Few rows are split as soon as a block of kBlockThreads cannot hold one (ffi/cuda/norm_bwd.cu).
+    elements = split_scratch(full, axes, whole=2**12)
+    if need & (SCALE | BIAS):
+        columns = [full.shape[i] for i in axes]
+        known = all(isinstance(n, int) for n in columns)
+        rows = [full.shape[i] for i in range(groups, full.ndim) if i not in axes]
+        partials = _PARTIALS
+        if all(isinstance(n, int) for n in rows):
+            partials = min(partials, math.prod(rows))
+        # Rows that do not fill their vectors lie in as many ways; a block that has two of them leaves two sums.
+        if not known or math.prod(columns) % _VECTOR:
+            partials += _VECTOR - 1
+        for n in full.shape[:groups]:
+            partials *= n if isinstance(n, int) else 1
+        elements += 2 * partials * (math.prod(columns) if known else _UNKNOWN_COLUMNS)
+    return elements
+
+
+norm_bwd_p = define_primitive(
+    "norm_bwd",
+    abstract=_bwd_abstract,
+    reference=_bwd_reference,
+    attributes=lambda *, axes, groups, center, scale_offset, operands, need, **_: {
+        "axis": np.int64(axes[0]),
+        "groups": np.int64(groups),
+        "center": bool(center),
+        "scale_offset": np.float64(scale_offset),
+        "operands": np.int64(operands),
+        "need": np.int64(need),
+    },
+    describe=_describe,
+    fits=lambda *avals, center, operands, **params: _fits(
+        _bwd_names(center, operands), *avals, **params
+    ),
+    sharding_rule=broadcast_sharding_rule,
+    partition=partial(_partition, _bwd_local),
+    scratch=_bwd_scratch,
+    in_place=lambda *, need, **_: (1, 0) if need & X else None,  # dx for dy
+)
+
+
+# Operands that only dx takes. So does the mask, but the statistics' derivatives need it.
+_ONLY_FOR_DX = (RESIDUAL, SCALE)
+
+
+def _backward(s, statistics, given, dy, dsum, need, **params):
+    """Cotangents of X, SCALE and BIAS, as far as `need` asks, by norm_bwd; None for those that are zero.
+
+    Args:
+      s: what is normalised.
+      statistics: of it.
+      given: operands by name, of which mask and scale are used.
+      dy: cotangent of y, None for zero.
+      dsum: cotangent of s as a result, ditto.
+      need: bits.
+      **params: the remaining parameters of norm_bwd.
+    """
+    if dy is None:
+        return {X: dsum}
+    named = ((RESIDUAL, dsum), (MASK, given.get("mask")), (SCALE, given.get("scale")))
+    optional = {
+        bit: value
+        for bit, value in named
+        if value is not None and (need & X or bit not in _ONLY_FOR_DX)
+    }
+    results = norm_bwd_p.bind(
+        *vary_alike(s, dy, *statistics, *optional.values()),
+        operands=sum(optional),
+        need=need,
+        **params,
+    )
+    return dict(zip([bit for bit in (X, SCALE, BIAS) if need & bit], results, strict=True))
+
+
+def _sum_to(value, shape):
+    """The transpose of broadcasting from `shape`."""
+    broadcast = [i for i, n in enumerate(shape) if n != value.shape[i]]
+    return jnp.sum(value, broadcast, keepdims=True) if broadcast else value
+
+
+def _derive(formula, names, primals, tangents, params):
+    """Tangents of a formula's results as s and scale move, and the statistics with s; None if they do not."""
+    given, dots = _named(names, primals), _named(names, tangents)
+    moving = [n for n in ("x", "scale") if n in given and type(dots[n]) is not ad.Zero]
+    if not moving:
+        return None
+
+    def of(*values):
+        now = given | dict(zip(moving, values, strict=True))
+        mean, rstd = _statistics(
+            now["x"].astype(acc_dtype(now["x"].dtype)),
+            now.get("mask"),
+            axes=params["axes"],
+            center=params["center"],
+            epsilon=params["epsilon"],
+        )
+        now |= {"rstd": rstd} if mean is None else {"mean": mean, "rstd": rstd}
+        return formula(*(now[n] for n in names), **params)
+
+    return jax.jvp(of, [given[n] for n in moving], [dots[n] for n in moving])[1]
+
+
+def _add_tangents(results, *terms):
+    """Tangents of all results: sums of lists (or None) that hold one each, or None, expanded to the results' shapes."""
+    sums = [_add(*each) for each in zip(*(t or [None] * len(results) for t in terms), strict=True)]
+    return [
+        _zero(r) if t is None else jnp.broadcast_to(t, r.shape)
+        for r, t in zip(results, sums, strict=True)
+    ]
+
+
+def _jvp_jvp(primals, tangents, **params):
+    """Linear in the tangents, so that part is the same again; nonlinear in s, where the formula is differentiated."""
+    names = _jvp_names(params["center"], params["operands"], params["have"])
+    given, dots = _named(names, primals), _named(names, tangents)
+    results = norm_jvp_p.bind(*primals, **params)
+    have = {bit: _add(dots.get(n)) for bit, n in _TANGENTS}
+    linear = _tangents(*_fixed(given, params), have, **_without(params, "operands", "have"))
+    nonlinear = _derive(_jvp_reference, names, primals, tangents, params)
+    return results, _add_tangents(results, linear[: len(results)], nonlinear)
+
+
+def _jvp_transpose(cotangents, *operands, **params):
+    names = _jvp_names(params["center"], params["operands"], params["have"])
+    given = _named(names, operands)
+    moving = {
+        bit: given[n] for bit, n in _TANGENTS if n in given and ad.is_undefined_primal(given[n])
+    }
+    dy = _add(cotangents[0])
+    dsum = _add(*cotangents[1:]) if X in moving else None
+    results = _backward(
+        *_fixed(given, params),
+        dy,
+        dsum,
+        sum(moving),
+        **_without(params, "operands", "have", "with_sum"),
+    )
+    out = dict.fromkeys(names)
+    for bit, n in _TANGENTS:
+        if bit in moving:
+            ct, aval = results.get(bit), moving[bit].aval
+            out[n] = ad.Zero(aval) if ct is None else _sum_to(ct, aval.shape)
+    return list(out.values())
+
+
+def _jvp_batch(args, dims, **params):
+    names = _jvp_names(params["center"], params["operands"], params["have"])
+    grouped = _parameter_mapped(names, dims)
+    if params["with_sum"] and dims[names.index("x_dot")] is NOT_MAPPED:
+        # The second result is the first tangent, and results are mapped together.
+        (y_dot,), at = _batch(
+            norm_jvp_p, args, dims, names=names, grouped=grouped, **params | {"with_sum": False}
+        )
+        return [y_dot, args[names.index("x_dot")]], [*at, NOT_MAPPED]
+    return _batch(norm_jvp_p, args, dims, names=names, grouped=grouped, **params)
+
+
+# Tangents of norm_jvp by what they are the tangent of.
+_TANGENTS = ((X, "x_dot"), (SCALE, "scale_dot"), (BIAS, "bias_dot"))
+
+
+def _fixed(given, params):
+    """(s, its statistics, mask and scale by name): what both maps are nonlinear in."""
+    statistics = [given[name] for name in _statistics_names(params["center"])]
+    return given["x"], statistics, {n: given[n] for n in ("mask", "scale") if n in given}
+
+
+def _without(params, *names):
+    return {name: value for name, value in params.items() if name not in names}
+
+
+def _bwd_jvp(primals, tangents, **params):
+    names = _bwd_names(params["center"], params["operands"])
+    given, dots = _named(names, primals), _named(names, tangents)
+    results = norm_bwd_p.bind(*primals, **params)
+    linear = _backward(
+        *_fixed(given, params),
+        _add(dots["dy"]),
+        _add(dots.get("dsum")),
+        params["need"],
+        **_without(params, "operands", "need"),
+    )
+    linear = [linear.get(bit) for bit in (X, SCALE, BIAS) if params["need"] & bit]
+    nonlinear = _derive(_bwd_reference, names, primals, tangents, params)
+    return results, _add_tangents(results, linear, nonlinear)
+
+
+def _bwd_transpose(cotangents, *operands, **params):
+    names = _bwd_names(params["center"], params["operands"])
+    given = _named(names, operands)
+    bits = [bit for bit in (X, SCALE, BIAS) if params["need"] & bit]
+    have = {bit: _add(ct) for bit, ct in zip(bits, cotangents, strict=True)}
+    out = dict.fromkeys(names)
+    if ad.is_undefined_primal(given["dy"]):
+        aval = given["dy"].aval
+        ct, _ = _tangents(
+            *_fixed(given, params), have, with_sum=False, **_without(params, "operands", "need")
+        )
+        out["dy"] = ad.Zero(aval) if ct is None else _sum_to(ct, aval.shape)
+    if "dsum" in given and ad.is_undefined_primal(given["dsum"]):
+        aval, ct = given["dsum"].aval, have.get(X)
+        out["dsum"] = ad.Zero(aval) if ct is None else _sum_to(ct, aval.shape)
+    return list(out.values())
+
+
+def _bwd_batch(args, dims, *, need, **params):
+    names = _bwd_names(params["center"], params["operands"])
+    grouped = bool(need & (SCALE | BIAS)) or _parameter_mapped(names, dims)
+    return _batch(norm_bwd_p, args, dims, names=names, grouped=grouped, need=need, **params)
+
+
+def _bwd_prune(used, params):
+    bits = [bit for bit in (X, SCALE, BIAS) if params["need"] & bit]
+    need = sum(bit for bit, u in zip(bits, used, strict=True) if u)
+    names = _bwd_names(params["center"], params["operands"])
+    dropped = () if need & X else ("dsum", "scale")
+    operands = params["operands"] & (-1 if need & X else ~(RESIDUAL | SCALE))
+    return dict(params, need=need, operands=operands), [n not in dropped for n in names]
+
+
+ad.primitive_jvps[norm_jvp_p] = _jvp_jvp
+ad.primitive_transposes[norm_jvp_p] = _jvp_transpose
+batching.primitive_batchers[norm_jvp_p] = _jvp_batch
+ad.primitive_jvps[norm_bwd_p] = _bwd_jvp
+ad.primitive_transposes[norm_bwd_p] = _bwd_transpose
+batching.primitive_batchers[norm_bwd_p] = _bwd_batch
+define_dce(norm_bwd_p, _bwd_prune)

@@ -12,11 +12,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend import core as jex_core
 
 import jaxnorm
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+CPU, CUDA = jaxnorm.status().modules
+needs_cpu = pytest.mark.skipif(not CPU.available, reason=f"no CPU module: {CPU.reason}")
+needs_cuda = pytest.mark.skipif(not CUDA.available, reason=f"no CUDA module: {CUDA.reason}")
 
 # ---- arguments ----
 

@@ -11,12 +11,11 @@ import pytest
 import suite
 from jax.interpreters import partial_eval as pe
 from oracle import DTYPES, acc_of
-from suite import rand
+from suite import CPU, needs_cpu, rand
 
 import jaxnorm
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-HAS_KERNELS = jaxnorm.status().modules[0].available
 inf, nan = np.inf, np.nan
 
 
@@ -216,7 +215,7 @@ def test_several_axes(axis, masked):
     x = rand((6, 4, 3, 5))
     mask = _mask(x.shape, keep=0.8) if masked else None
     check(x, axis=axis, parameters="float32", relu=True, mask=mask, floor=64)
-    if HAS_KERNELS and axis in ((0, 2), (1, 3)):
+    if CPU.available and axis in ((0, 2), (1, 3)):
         with pytest.raises(ValueError, match=r"^batch_norm: implementation must be"):
             jax.jit(lambda x: jaxnorm.batch_norm(x, axis=axis, implementation="kernel"))(x)
 
@@ -605,7 +604,7 @@ def test_same_bits_every_time(shape, axis):
 def test_implementations_agree():
     x, scale, bias = rand((40, 129)), rand((129,), seed=1), rand((129,), seed=2)
     for implementation in (None, "kernel", "xla"):
-        if implementation == "kernel" and not HAS_KERNELS:
+        if implementation == "kernel" and not CPU.available:
             continue  # tests/test_errors.py: it is refused then
         check(x, parameters="float32", residual=True, relu=True, implementation=implementation)
         y = jaxnorm.batch_norm_inference(
@@ -839,7 +838,7 @@ def test_vmap_over_any_axis(mapped, axis, activation):
         want = f(jnp.take(stacked, i, mapped))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-    if not HAS_KERNELS:
+    if not CPU.available:
         return
     mapped_last = jax.vmap(lambda x: jaxnorm.batch_norm(x, scale, axis=axis)[0], mapped, mapped)
     text = jax.jit(mapped_last).lower(stacked).as_text()
@@ -849,10 +848,9 @@ def test_vmap_over_any_axis(mapped, axis, activation):
     assert ("stablehlo.transpose" in text) == (mapped not in (0, *beside))
 
 
+@needs_cpu
 def test_vmap_reads_operands_at_their_own_size():
     """Neither x, if it is not mapped, nor parameters are copied for each example."""
-    if not HAS_KERNELS:
-        pytest.skip(f"no kernels: {jaxnorm.status().modules[0].reason}")
     x, scale = jnp.ones((4, 7), "float32"), jnp.ones((3, 7), "float32")
     f = jax.vmap(lambda x, s: jax.vjp(jaxnorm.batch_norm, x, s)[1], (None, 0))
     text = jax.jit(lambda x, s: f(x, s)).lower(x, scale).as_text()

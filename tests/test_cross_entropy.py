@@ -10,13 +10,12 @@ import suite
 from jax.sharding import PartitionSpec as P
 from meshes import assert_only_small_all_reduces, blocks, over, put, targets
 from oracle import DTYPES
-from suite import rand
+from suite import needs_cpu, rand
 
 import jaxnorm
 
 inf, nan = np.inf, np.nan
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-HAS_KERNELS = jaxnorm.status().modules[0].available
 
 
 def some_labels(shape, classes, seed=0):
@@ -350,11 +349,10 @@ def test_residuals(z_loss):
     assert kept == [("bfloat16", (4, 33)), ("float32", (4, 1)), ("int32", (4, 1))]
 
 
+@needs_cpu
 @pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.1}])
 def test_probabilities_are_not_materialised(options):
     """Nothing of the size of the logits in the program but them and their gradient."""
-    if not HAS_KERNELS:
-        pytest.skip(f"no kernels: {jaxnorm.status().modules[0].reason}")
     x, labels = rand((256, 4096)), some_labels(256, 4096)
 
     def total(x):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from suite import needs_cpu
 
 import jaxnorm
 
-CPU = next(m for m in jaxnorm.status().modules if m.platform == "cpu")
 X = jnp.ones((2, 3, 4), "float32")
 # JAX adds lines of its own below the message when it leaves jit.
 MESSAGE = r"(?m)^{op}: {argument} must .+, got .+\. [A-Z].+\.?$"
@@ -271,7 +271,6 @@ def test_keyword_only():
 
 # ---- direct calls of the targets: a malformed one is an error, not a crash ----
 
-needs_cpu = pytest.mark.skipif(not CPU.targets, reason=f"no CPU module: {CPU.reason}")
 F32, U8 = np.float32, np.uint8
 S = jax.ShapeDtypeStruct
 FWD = {"axis": np.int64(1), "factor": np.float64(1), "log": False, "operands": np.int64(0)}

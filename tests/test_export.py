@@ -11,12 +11,11 @@ import suite
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from suite import OPS
+from suite import CUDA, OPS
 
 import jaxnorm
 
 ops = pytest.mark.parametrize("op", OPS)
-CUDA = next(m for m in jaxnorm.status().modules if m.platform == "cuda")
 
 
 def value_and_grad(op):

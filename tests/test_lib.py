@@ -6,10 +6,9 @@ import warnings
 import jax.numpy as jnp
 import processes
 import pytest
+from suite import needs_cpu
 
 import jaxnorm
-
-CPU, CUDA = jaxnorm.status().modules
 
 
 def test_status():
@@ -35,9 +34,8 @@ def test_both_modules_offer_every_kernel():
         assert not m.available or m.targets == names | (merged if m.platform == "cuda" else set())
 
 
+@needs_cpu
 def test_no_warning_where_kernels_are_loaded():
-    if not CPU.available:
-        pytest.skip(f"no CPU module: {CPU.reason}")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jaxnorm.softmax(jnp.ones(3))
@@ -99,10 +97,9 @@ def test_entry_point_is_installed():
     assert _has_entry_point(), "install jaxnorm: the entry point makes exported programs run alone"
 
 
+@needs_cpu
 def test_export_runs_without_importing_jaxnorm(tmp_path):
     """A process that only deserialises finds the targets through the entry point."""
-    if not CPU.available:
-        pytest.skip(f"no CPU module: {CPU.reason}")
     path = tmp_path / "program.bin"
     written = processes.run("plugin", "write", path)
     assert written["custom_calls"] > 0

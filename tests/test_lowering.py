@@ -8,14 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import suite
-from suite import OPS
+from suite import OPS, needs_cpu, needs_cuda
 
 import jaxnorm
 
-CUDA = next(m for m in jaxnorm.status().modules if m.platform == "cuda")
-CPU = next(m for m in jaxnorm.status().modules if m.platform == "cpu")
-needs_cuda = pytest.mark.skipif(not CUDA.targets, reason=f"no CUDA module: {CUDA.reason}")
-needs_cpu = pytest.mark.skipif(not CPU.targets, reason=f"no CPU module: {CPU.reason}")
 ops = pytest.mark.parametrize("op", OPS)
 # Calls that take the place of two, on GPUs (test_merge.py).
 MERGED = {
@@ -153,7 +149,7 @@ def test_cross_entropy_attributes(platform):
         assert [re.findall(r"tensor<([^>]*)>", t) for t in types] == [operands, results]
 
 
-@pytest.mark.skipif(not CPU.targets, reason="no CPU module")
+@needs_cpu
 def test_batch_norm_attributes():
     x, p = jnp.ones((2, 3, 4, 5), "bfloat16"), jnp.ones((4,), "float32")
     mask = jnp.ones((2, 3, 1, 1), bool)
@@ -232,10 +228,9 @@ def test_scratch_only_where_rows_are_split():
 
 
 @ops
+@needs_cpu
 def test_no_widening_of_16_bit_arrays(op):
     """Kernels take 16-bit arrays as they are: no float32 copy of x in the lowered module."""
-    if not CPU.targets:
-        pytest.skip(f"no CPU module: {CPU.reason}")
     args = OPS[op].arguments("bfloat16")
     text = lowered(lambda *a: jax.vjp(OPS[op].function, *a)[1](a[0]), *args, platform="cpu")
     big = r"tensor<2x3x9xf32>"

@@ -12,14 +12,13 @@ import suite
 from jax.interpreters import partial_eval as pe
 from jax.test_util import check_grads
 from oracle import DTYPES, acc_of
-from suite import rand
+from suite import CPU, needs_cpu, rand
 
 import jaxnorm
 
 OPS = ("layer_norm", "rms_norm")
 ops = pytest.mark.parametrize("op", OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-HAS_KERNELS = jaxnorm.status().modules[0].available
 inf, nan = np.inf, np.nan
 
 
@@ -238,7 +237,7 @@ def test_axes_without_a_kernel(op, axis):
             got, want = jax.vmap(f(call), mapped)(*args), jax.vmap(f(plain), mapped)(*args)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-    if HAS_KERNELS:
+    if CPU.available:
         with pytest.raises(ValueError, match=f"^{op}: implementation must be None or 'xla'"):
             jax.jit(functools.partial(call, implementation="kernel"))(x, scale)
 
@@ -565,7 +564,7 @@ def test_sum_is_rounded_before_it_is_normalised(op, axis):
 def test_implementations_agree(op):
     x, scale = rand((4, 129)), rand((129,), seed=1)
     for implementation in (None, "kernel", "xla"):
-        if implementation == "kernel" and not HAS_KERNELS:
+        if implementation == "kernel" and not CPU.available:
             continue  # tests/test_errors.py: it is refused then
         y = getattr(jaxnorm, op)(x, scale, implementation=implementation)
         oracle.assert_close(y, getattr(oracle, op)(x, scale), "float32", formula(op, x, scale))
@@ -676,10 +675,9 @@ def test_vmap_over_any_subset(mapped, dtype):
             np.testing.assert_allclose(oracle.f64(a[i]), b, rtol=tolerance, atol=size)
 
 
+@needs_cpu
 def test_vmap_calls_the_kernel_without_materialising_x():
     """x, mapped or not, reaches the kernel at its own size."""
-    if not HAS_KERNELS:
-        pytest.skip(f"no kernels: {jaxnorm.status().modules[0].reason}")
     x, scale = jnp.ones((4, 7), "float32"), jnp.ones((3, 7), "float32")
 
     def lowered(mapped, *args):

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import DTYPES
-from suite import rand
+from suite import CPU, needs_cpu, rand
 
 import jaxnorm
 
@@ -223,7 +223,7 @@ def test_implementations_agree(op, dtype):
     args = arguments(op, (4, 33), dtype)
     expected = oracle.relu(*args)
     for implementation in (None, "kernel", "xla"):
-        if implementation == "kernel" and not jaxnorm.status().modules[0].available:
+        if implementation == "kernel" and not CPU.available:
             continue  # tests/test_errors.py: it is refused then
 
         def f(*args, implementation=implementation):
@@ -235,10 +235,9 @@ def test_implementations_agree(op, dtype):
 
 
 @ops
+@needs_cpu
 def test_kernel_is_used_when_insisted_on(op):
     """Forward alone is XLA's formula; implementation="kernel" asks for the call."""
-    if not jaxnorm.status().modules[0].available:
-        pytest.skip("no compiled CPU module")
     args = arguments(op, (4, 33), "float32")
 
     def f(*args):

@@ -7,8 +7,8 @@
 // those that begin alike. In a turn, two rows are summed up and their sums sent to all blocks; the two before, whose sums
 // have come meanwhile, are written.
 //
-// Every warp has the same code to run, whether its share is a whole one or not. Code of its own for the warp at a row's end,
-// as long as that of the others, took it twice as long for a fourteenth of the work, and all others waited.
+// Where a row ends, a warp has less than its share. It runs the code of the others as far as can be: code of its own for all
+// of it took that warp twice as long for a fourteenth of the work, and the others waited.
 #include "norm_fwd.cuh"
 
 namespace jaxnorm {
@@ -67,7 +67,6 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
   constexpr int kVec = Op::kVec, kUnit = 2, kSize = sizeof(T);
   constexpr int kStep = kWarp * kUnit;       // columns from one of a thread's units to the next
   constexpr int kLanes = kWarp / kTurnRows;  // for each row of a turn, where its sums are merged
-  constexpr auto center = std::true_type();
   static_assert(kSize == 2 && kLanes > kWorkWarps && kLanes >= kMaxPortableCluster);
   using Unit = Vec<T, kUnit>;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
@@ -255,7 +254,7 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
                                                             shared.block_counts[block], op.inverse_cols);
     const typename Op::Final own = {of_row.mean, InverseSqrt(fma(of_row.squares, op.inverse_cols, op.epsilon))};
     if (rank == 0 && warp == 0 && i == 0 && row_of(before, q) < op.rows) {
-      op.StoreStatistics(center, row_of(before, q), own);
+      op.StoreStatistics(/*center=*/std::true_type(), row_of(before, q), own);
     }
 #pragma unroll
     for (int r = 0; r < kTurnRows; ++r) {
@@ -296,7 +295,8 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, c
   constexpr auto kKernel = NormFwdLongRaggedKernel<Op, kOdd>;
   LongRaggedPlan plan = {.words = op.cols / 2};
   if (plan.words < kMinWords) return false;
-  constexpr int kSingle = kOdd ? 1 : 0;  // takes the place of a word
+  static_assert(kMinWords > kWorkWarps * kUnitWords);  // a block alone would not be launched as a cluster
+  constexpr int kSingle = kOdd ? 1 : 0;                // takes the place of a word
   plan.cluster = static_cast<int>(CeilDiv(plan.words, kWorkWarps * kUnitWords - kSingle));
   if (plan.cluster > kMaxPortableCluster) return false;
   const int64_t part = CeilDiv(plan.words, plan.cluster);

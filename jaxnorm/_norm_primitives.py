@@ -549,7 +549,7 @@ _VECTOR = 8  # the most elements of a vector of the CUDA kernels
 
 def _bwd_scratch(*avals, axes, groups, need, **_):
     full = broadcast_aval(*avals)
-    # Few rows are split as soon as a block of kBlockThreads cannot hold one (ffi/cuda/norm_bwd.cu).
+    # Few rows are split as soon as a block cannot hold one (ffi/cuda/norm_bwd.cu).
     elements = split_scratch(full, axes, whole=2**12)
     if need & (SCALE | BIAS):
         columns = [full.shape[i] for i in axes]

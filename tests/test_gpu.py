@@ -134,6 +134,34 @@ def test_layer_norm_of_many_long_rows_is_each_row_alone():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
+    "shape",
+    [
+        (3301, 1500),
+        (3302, 1536),
+        (1203, 2501),
+        (1603, 2560),
+        (801, 5001),
+        (803, 5120),
+        (801, 6144),
+        (401, 9001),
+        (403, 9216),
+        (203, 20480),
+    ],
+)
+def test_norm_rows_that_share_multiprocessors(op, dtype, residual, shape):
+    """Backward: an odd number of rows in a block, or several blocks of different clusters on a multiprocessor."""
+    test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
+
+
+def test_norm_masked_rows_that_share_multiprocessors():
+    where = rand((1, 5120), "float32", 9) > 0
+    test_norm.check("layer_norm", rand((403, 5120), "bfloat16"), "float32", mask=where)
+
+
+@pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
     "shape", [(20, 8200), (70, 65544), (9, 131080), (75, 131080), (3, 2097152)]
 )
 def test_norm_few_long_rows(op, dtype, shape, residual):
@@ -165,10 +193,25 @@ def test_norm_rows_in_chunks(op, dtype, shape):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
     "shape",
-    [(45003, 32), (30001, 40), (30001, 128), (20011, 200), (20011, 256), (9001, 400), (9001, 512)],
+    [
+        (45003, 32),
+        (30001, 40),
+        (3, 128),
+        (5001, 128),
+        (30001, 128),
+        (50004, 128),
+        (60001, 128),
+        (20011, 200),
+        (20011, 256),
+        (9001, 400),
+        (9001, 512),
+    ],
 )
 def test_norm_many_short_rows(op, dtype, shape):
-    """Lanes that rows fill or not, of blocks that stay for several turns, the last one not full."""
+    """Lanes that rows fill or not, of blocks that stay for several turns, the last one not full.
+
+    Of 128 columns more rows and fewer than the device has at once.
+    """
     test_norm.check(op, rand(shape, dtype), "float32")
 
 

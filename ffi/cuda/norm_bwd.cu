@@ -24,8 +24,9 @@ namespace {
 // wider types takes twice the time, and the memory.
 template <typename Op, bool kCluster>
 inline constexpr int kLag = kCluster && sizeof(typename Op::T) == 2 ? 2 : 1;
-// Rows in shared memory. More were measured to be slower in blocks: the first ones are then read before any is written.
-// Clusters, which stay for longer, have one more if there is room.
+// Rows in shared memory, or one more: of clusters, which stay for longer, and of whole slots in a block that has a
+// multiprocessor for itself. Two blocks were measured to be slower with one more: the first rows are then read before any is
+// written. Blocks with rows of odd length were slower by 5 % where the number was not known to the compiler.
 template <typename Op, bool kCluster>
 inline constexpr int kStages = kLag<Op, kCluster> + 2;
 
@@ -85,17 +86,17 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const auto slot_of = [&](int j) { return first_slot + j * threads; };
   const int slot_step = threads * kVec;
 
-  // In shared memory: slot j of array k of a stage, at constant distances so that addresses take few registers, and
-  // after all stages the columns beside whole slots.
-  constexpr uint32_t kSlotBytes = kBlockThreads * kVecBytes;
-  const int stages = kCluster ? plan.stages : kStages;
+  // In shared memory a warp has its stages, in each of them slot j of array k, at constant distances so that addresses take
+  // few registers. After those of all warps are the columns beside whole slots.
+  constexpr uint32_t kSlotBytes = kWarp * kVecBytes;
+  const int stages = kCluster || kPlain ? plan.stages : kStages;
   const uint32_t stage_bytes = Kept(kSlots * op.arrays * kSlotBytes);
   const uint32_t shared_base = SharedAddress(shared_bytes);
-  const uint32_t own = Kept(shared_base + block_thread % kBlockThreads * kVecBytes +
-                            block_thread / kBlockThreads * (stages * stage_bytes));
+  const uint32_t own =
+      Kept(shared_base + block_thread / kWarp * (stages * stage_bytes) + block_thread % kWarp * kVecBytes);
   const auto at = [&](int place, int j, int k) { return own + place * stage_bytes + (k * kSlots + j) * kSlotBytes; };
   const int edge = rank == plan.cluster - 1 ? threads - 1 - thread : kEdges<Op>;  // this thread's, if there are as many
-  const uint32_t own_edge = shared_base + stages * stage_bytes * ((blockDim.x + kBlockThreads - 1) / kBlockThreads) +
+  const uint32_t own_edge = shared_base + stages * stage_bytes * (blockDim.x / kWarp) +
                             row_group * EdgeRowBytes<Op>(stages, op.arrays) + edge * static_cast<int>(sizeof(uint32_t));
   const auto edge_word = [&](int place, int k) {
     return own_edge + (place * op.arrays + k) * (kEdges<Op> * static_cast<int>(sizeof(uint32_t)));
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const auto wait = [&](int turn) {
       if (turn == 0) {
         CopyWait<kStages - 1>();
-      } else if (kCluster && stages > kStages) {
+      } else if (stages > kStages) {
         CopyWait<kStages - kLag>();
       } else {
         CopyWait<kStages - kLag - 1>();
@@ -357,35 +358,65 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
                          ffi::AnyBuffer scratch) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
-  // Of up to kBlockThreads threads; and of twice as many, if they fit.
-  const int stage_bytes = Op::kSlots * op.arrays * kVecBytes * kBlockThreads;
-  const auto edge_bytes = [&](int stages) { return EdgeRowBytes<Op>(stages, op.arrays); };
-  constexpr int kStages = jaxnorm::kStages<Op, true>;
-  const int room = device.max_shared_bytes - kStaticSharedBytes - edge_bytes(kStages + 1);
-  const int max_part = (2 * kStages * stage_bytes <= room ? kMaxThreads : kBlockThreads) * Op::kSlots;
   const int slots = Op::kMode == Mode::kRagged ? op.cols / Op::kVec : op.Slots(), outputs = op.Outputs();
-  // Rows that fit no cluster, or too few of them.
-  NormBwdPlan plan;
-  int at_once = 0;
-  plan.cluster = static_cast<int>(std::clamp<int64_t>(CeilDiv(slots, max_part), 1, kMaxCluster + 1));
-  if (plan.cluster > 1) {
-    if (plan.cluster <= kMaxCluster && kStages * stage_bytes <= room) {
-      at_once = ActiveClusters<NormBwdKernel<Op, true>>(device, kMaxThreads, plan.cluster);
-    }
-    if (at_once == 0 || op.rows < 2 * at_once) {
-      if constexpr (Op::kMode == Mode::kPlain) {
-        auto status = ffi::Error::Success();
-        if (LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
-      }
-      return LaunchNormBwdLong(device, stream, op, args, scratch);
+  const auto row_bytes = [&](int threads, int stages) {  // of a block's shared memory
+    return threads * stages * Op::kSlots * op.arrays * kVecBytes + EdgeRowBytes<Op>(stages, op.arrays);
+  };
+  // What a row in `cluster` blocks has in each of them, and how many rows a multiprocessor then has at once.
+  struct Fit {
+    int part_slots, threads, rows;
+  };
+  const int room = device.max_shared_bytes - kStaticSharedBytes;  // of a block
+  const auto fit = [&](int cluster) -> Fit {
+    const auto part_slots = static_cast<int>(CeilDiv(slots, cluster));
+    const int wanted = std::max(static_cast<int>(CeilDiv(part_slots, Op::kSlots)), kEdges<Op>);
+    const int threads = wanted > kWarp ? static_cast<int>(CeilDiv(wanted, kWarp)) * kWarp : NextPowerOfTwo(wanted);
+    if (threads > kMaxThreads) return {};
+    const int bytes = cluster > 1 ? row_bytes(threads, kStages<Op, true>) + kStaticSharedBytes
+                                  : row_bytes(threads, kStages<Op, false>);
+    const int together = std::max(2 * kWarp / threads, 1);  // in two blocks of whole warps
+    return {part_slots, threads, std::min(kMaxThreads / threads, room / bytes) / together * together};
+  };
+  const auto rows_at_once = [&](int cluster) {
+    const int clusters =
+        cluster == 1 ? device.sms : ActiveClusters<NormBwdKernel<Op, true>>(device, kMaxThreads, cluster);
+    return clusters * fit(cluster).rows;
+  };
+  int cluster = 1;
+  while (cluster <= kMaxCluster && fit(cluster).rows == 0) ++cluster;
+  const int at_least = cluster <= kMaxCluster ? rows_at_once(cluster) : 0;
+  if constexpr (!Op::kGeneral) {  // which has fewer slots for each thread: some devices have little shared memory
+    if (at_least == 0 && fit(1).threads > 0) {
+      return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
     }
   }
-  plan.part_slots = static_cast<int>(CeilDiv(slots, plan.cluster));
-  const int64_t wanted = std::max<int64_t>(CeilDiv(plan.part_slots, Op::kSlots), kEdges<Op>);
-  plan.threads_per_row = static_cast<int>(wanted > kWarp ? CeilDiv(wanted, kWarp) * kWarp : NextPowerOfTwo(wanted));
-  plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
+  if (at_least == 0 || (cluster > 1 && op.rows < 2 * at_least)) {
+    if constexpr (Op::kMode == Mode::kPlain) {
+      auto status = ffi::Error::Success();
+      if (LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
+    }
+    return LaunchNormBwdLong(device, stream, op, args, scratch);
+  }
+  // More blocks for a row than need be may fill multiprocessors better. A block that is alone, but not full, is behind two of
+  // a cluster that are not fuller. Where there are clusters anyway, larger ones take a tenth more rows at once to be ahead,
+  // and a quarter more if rows do not fill their slots.
+  const int smallest = cluster;
+  if (smallest == 1 && fit(1).rows == 1 && fit(1).threads < kMaxThreads && rows_at_once(2) >= at_least) cluster = 2;
+  for (int more = smallest + 1; smallest > 1 && more <= kMaxPortableCluster; ++more) {
+    constexpr int kPercent = Op::kMode == Mode::kRagged ? 125 : 110;
+    if (100 * rows_at_once(more) > kPercent * rows_at_once(cluster)) cluster = more;
+  }
+  if (args.shape.groups > 1 || op.rows < 4 * rows_at_once(cluster)) cluster = smallest;
+  const Fit best = fit(cluster);
+  NormBwdPlan plan;
+  plan.cluster = cluster;
+  plan.part_slots = best.part_slots;
+  plan.threads_per_row = best.threads;
+  // A multiprocessor's rows are in two blocks where they can be.
+  const bool alone = best.rows % 2 != 0;
+  if (cluster == 1) plan.rows_per_block = alone ? best.rows : best.rows / 2;
   const int threads = plan.threads_per_row * plan.rows_per_block;
-  if (plan.cluster == 1) at_once = device.sms * (threads <= kBlockThreads ? 2 : 1);
+  const int at_once = rows_at_once(cluster) / plan.rows_per_block;
   // Each block leaves a row of partial sums for each segment that it has rows of, so as few as run at once.
   const int64_t sets = CeilDiv(op.rows_per_group, plan.rows_per_block);
   JAXNORM_CHECK(sets < INT32_MAX);
@@ -395,8 +426,8 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   if (at_once % ways != 0) plan.segments = ways;
   int64_t most = sets;
   if (outputs > 0) {
-    const int64_t row_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
-    const int64_t parts = static_cast<int64_t>(scratch.size_bytes()) / row_bytes;
+    const int64_t part_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
+    const int64_t parts = static_cast<int64_t>(scratch.size_bytes()) / part_bytes;
     JAXNORM_CHECK(parts > 0);
     most = std::min(most, parts - plan.segments + 1);
   }
@@ -410,20 +441,19 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.segment_sets = static_cast<int>(sets / plan.segments);
   plan.segment_rest = static_cast<int>(sets % plan.segments);
 
-  const int halves = static_cast<int>(CeilDiv(threads, kBlockThreads));
-  plan.stages = jaxnorm::kStages<Op, false>;
-  if (plan.cluster > 1) plan.stages = (kStages + 1) * halves * stage_bytes <= room ? kStages + 1 : kStages;
-  const Grid grid = {.blocks = args.shape.groups * plan.blocks * plan.cluster,
-                     .threads = threads,
-                     .shared_bytes = plan.stages * halves * stage_bytes + plan.rows_per_block * edge_bytes(plan.stages),
-                     .cluster = plan.cluster};
-  if constexpr (!Op::kGeneral) {  // which has fewer slots for each thread: some devices have little shared memory
-    if (grid.shared_bytes > device.max_shared_bytes - kStaticSharedBytes) {
-      return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
-    }
+  const auto block_bytes = [&](int stages) { return plan.rows_per_block * row_bytes(plan.threads_per_row, stages); };
+  const int blocks_at_once = best.rows / plan.rows_per_block;  // of a multiprocessor
+  plan.stages = cluster > 1 ? kStages<Op, true> : kStages<Op, false>;
+  if ((cluster > 1 || (alone && Op::kMode == Mode::kPlain)) &&
+      blocks_at_once * (block_bytes(plan.stages + 1) + kStaticSharedBytes) <= device.max_shared_bytes) {
+    ++plan.stages;
   }
+  const Grid grid = {.blocks = args.shape.groups * plan.blocks * cluster,
+                     .threads = threads,
+                     .shared_bytes = block_bytes(plan.stages),
+                     .cluster = cluster};
   auto* const partials = static_cast<Acc*>(scratch.untyped_data());
-  ffi::Error status = plan.cluster > 1
+  ffi::Error status = cluster > 1
                           ? Launch<NormBwdKernel<Op, true>>(device, stream, grid, "norm_bwd", op, plan, partials)
                           : Launch<NormBwdKernel<Op, false>>(device, stream, grid, "norm_bwd", op, plan, partials);
   if (status.failure() || outputs == 0) return status;

@@ -9,8 +9,9 @@
 namespace jaxnorm {
 namespace {
 
-inline constexpr int kLongSlots = 4;   // of a row per thread
-inline constexpr int kLongStages = 6;  // rows
+inline constexpr int kBlockThreads = 256;  // or twice as many, if only x is read
+inline constexpr int kLongSlots = 4;       // of a row per thread
+inline constexpr int kLongStages = 6;      // rows
 inline constexpr uint32_t kLongSlotBytes = kBlockThreads * kVecBytes;
 
 // Over a row: deviations' squares, elements and, to correct the mean, deviations.

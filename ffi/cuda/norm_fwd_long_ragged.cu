@@ -49,21 +49,13 @@ struct LongRaggedShared {
   float warp_counts[kWarp / kTurnRows], block_counts[kMaxPortableCluster];  // elements of a row
 };
 
-// Of both rows, given the sums of part i of row q in lane i of the kLanes lanes for that row.
-template <int kLanes>
-__device__ __forceinline__ PartSums MergeParts(PartSums part, float count, float inverse_of_all) {
-  const auto add = [](float a, float b) { return a + b; };
-  const float pivot = __shfl_sync(kAllLanes, part.mean, 0, kLanes), distance = part.mean - pivot;
-  const float shift = LaneReduce(count * distance, kLanes, add) * inverse_of_all, rest = distance - shift;
-  return {pivot + shift, LaneReduce(fma(rest, count * rest, part.squares), kLanes, add)};
-}
-
 // kOdd: rows have an odd number of elements. clusters is even then.
 template <typename Op, bool kOdd>
 __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
     NormFwdLongRaggedKernel(const __grid_constant__ Op op, const LongRaggedPlan plan) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Op::T;
+  using Partial = typename Op::Partial;
   constexpr int kVec = Op::kVec, kUnit = 2, kSize = sizeof(T);
   constexpr int kStep = kWarp * kUnit;       // columns from one of a thread's units to the next
   constexpr int kLanes = kWarp / kTurnRows;  // for each row of a turn, where its sums are merged
@@ -140,7 +132,7 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
   // elements of a lane.
   const int warp_word = begin + warp * kUnitWords, words = max(0, min(end - warp_word, kUnitWords));
   const int whole = words / kWarp;
-  const bool single = warp == plan.warps - 1 && has_single(rank), has_rest = single || words % kWarp > 0;
+  const bool single = warp == plan.warps - 1 && has_single(rank);
   const int own_column = (warp_word + lane) * kUnit + back;  // of unit 0
   int rest = 0, rest_column = own_column + whole * kStep;
   if (lane < words % kWarp) {
@@ -218,7 +210,7 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
         } else {
           accumulate_units(std::false_type());
         }
-        if (has_rest && rest > 0) {
+        if (rest > 0) {
           if (whole == 0) running.pivot[r] = load_rest(turn, r, 0);
 #pragma unroll
           for (int e = 0; e < kUnit; ++e) {
@@ -226,8 +218,7 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
           }
         }
       }
-      const auto of_warp =
-          MergeWarp<true, typename Op::Partial>(running, std::integral_constant<int, kTurnRows>(), lane);
+      const auto of_warp = MergeWarp<true, Partial>(running, std::integral_constant<int, kTurnRows>(), lane);
       const int place = turn % kPlaces;
       if (i == 0) shared.warps[place][warp].rows[q] = {of_warp.mean, of_warp.squares};
       __syncwarp();
@@ -235,11 +226,14 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
       // One warp, another one in each turn, adds up what those of its block have; no other waits before it needs the sums.
       if (warp == sender) {
         WaitForBarrier(put + place * kBarrier, turn / kPlaces & 1);
-        const PartSums of_block = MergeParts<kLanes>(shared.warps[place][i].rows[q], shared.warp_counts[i],
-                                                     Op::Partial::Inverse(shared.block_counts[rank]));
+        const PartSums part = shared.warps[place][i].rows[q];
+        const float all = shared.block_counts[rank];
+        const auto of_block = Partial::MergeLanes({shared.warp_counts[i], part.mean, part.squares}, kLanes, 0, all,
+                                                  Partial::Inverse(all));
+        const PartSums sums = {of_block.mean, of_block.squares};
         LongRaggedShared::Turn message;
 #pragma unroll
-        for (int r = 0; r < kTurnRows; ++r) message.rows[r] = ShuffleFrom(of_block, r * kLanes);
+        for (int r = 0; r < kTurnRows; ++r) message.rows[r] = ShuffleFrom(sums, r * kLanes);
         const uint32_t barrier = sent + place * kBarrier;
         if (lane == 0) ExpectFromPeers(barrier, plan.cluster * static_cast<int>(sizeof(message)));
         if (lane < plan.cluster) SendToPeer<4>(SharedAddress(&shared.blocks[place][rank]), barrier, lane, message);
@@ -250,8 +244,9 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
     if (turn == 0) continue;
     const int before = turn - 1, place = before % kPlaces, block = i % kMaxPortableCluster;
     WaitForBarrier(sent + place * kBarrier, before / kPlaces & 1);
-    const PartSums of_row = MergeParts<kMaxPortableCluster>(shared.blocks[place][block].rows[q],
-                                                            shared.block_counts[block], op.inverse_cols);
+    const PartSums part = shared.blocks[place][block].rows[q];
+    const auto of_row = Partial::MergeLanes({shared.block_counts[block], part.mean, part.squares}, kMaxPortableCluster,
+                                            0, static_cast<float>(op.cols), op.inverse_cols);
     const typename Op::Final own = {of_row.mean, InverseSqrt(fma(of_row.squares, op.inverse_cols, op.epsilon))};
     if (rank == 0 && warp == 0 && i == 0 && row_of(before, q) < op.rows) {
       op.StoreStatistics(/*center=*/std::true_type(), row_of(before, q), own);
@@ -276,12 +271,10 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
         const auto out = RoundVec<T>(values);
         if (j < whole) jaxnorm::Store(y + j * kStep, out);
       }
-      if (has_rest) {
 #pragma unroll
-        for (int e = 0; e < kUnit; ++e) {
-          if (e >= rest) break;
-          row[rest_column + e] = FromAcc<T>(normalize(load_rest(before, r, e), rest_factor[e], rest_shift[e]));
-        }
+      for (int e = 0; e < kUnit; ++e) {
+        if (e >= rest) break;
+        row[rest_column + e] = FromAcc<T>(normalize(load_rest(before, r, e), rest_factor[e], rest_shift[e]));
       }
     }
     __syncwarp();

@@ -16,8 +16,6 @@
 
 namespace jaxnorm {
 
-inline constexpr int kBlockThreads = 256;  // or twice as many for one long row
-
 struct RowsPlan {
   int blocks = 1;            // or clusters, for each group of rows
   int turns = 1, rest = 0;   // of a block, and one more if its first row is before `rest`
@@ -77,7 +75,7 @@ struct RowSums {
 template <typename Sums, int kLag>
 struct BlockExchange {
   static constexpr unsigned kPlaces = 2 * kLag + 2;
-  static constexpr int kMaxRows = kBlockThreads / (2 * kWarp);  // that are wider than a warp
+  static constexpr int kMaxRows = kMaxThreads / (2 * kWarp);  // that are wider than a warp
   struct alignas(kVecBytes) Shared {
     Sums warps[kPlaces][kMaxThreads / kWarp];
     uint64_t barriers[kPlaces][kMaxRows];

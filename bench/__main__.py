@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = rich.console()
     cases = _cases(options)
     if not cases:
-        print("no case has that name", file=sys.stderr)
+        named = f" with {options.filter} in its name" if options.filter else ""
+        print(f"no case of {options.op} in --cases {options.cases}{named}", file=sys.stderr)
         return 2
 
     copy = _timing.copy_rate(options.clock)
@@ -76,7 +77,10 @@ def _parse(argv) -> argparse.Namespace:
     )
     parser.add_argument("op", metavar="OP", choices=("all", *OPS), help="all, " + ", ".join(OPS))
     parser.add_argument(
-        "--cases", choices=("ci", "full"), default="ci", help="small shapes, or the H200 table"
+        "--cases",
+        choices=("ci", "full", "widths"),
+        default="ci",
+        help="small shapes, the H200 table, or norms of transformers' hidden sizes (default: ci)",
     )
     parser.add_argument(
         "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT"

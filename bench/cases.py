@@ -1,8 +1,9 @@
 """The one table of shapes, for the benchmark and for the tests.
 
 `ci` cases take under about 30 ms a call on two CPU cores. `full` cases are those that were measured
-for other libraries on an H200; they need a GPU. Tests pick from both lists and replace what they
-vary, usually the dtype.
+for other libraries on an H200; they need a GPU. `widths` cases are hidden sizes of transformers, most
+of them no powers of two, and two odd ones, for a GPU too. Tests pick from all lists and replace what
+they vary, usually the dtype.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ BATCH_NORMS = ("batch_norm", "batch_norm_inference")
 CROSS_ENTROPY = "softmax_cross_entropy"
 OPS = ("softmax", "log_softmax", "relu", "add_relu", *NORMS, *BATCH_NORMS, CROSS_ENTROPY, "program")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-TAGS = ("ci", "full", "gpu")
+TAGS = ("ci", "full", "widths", "gpu")
 
 # What can be timed. "forward" keeps nothing; "forward_train" also writes what backward needs beyond
 # the result; "backward" starts from that; "together" is forward and backward in one jit, and
@@ -306,7 +307,10 @@ def _relu_cases(op: str) -> list[Case]:
 
 
 def _norm_cases(op: str) -> list[Case]:
-    return _tagged(*_row_cases(op))
+    columns = (768, 1280, 1536, 2560, 3072, 3584, 4608, 5001, 5120, 6144, 7168)
+    columns += (9001, 9216, 12288, 14336, 18432, 20480)
+    widths = [Case(op, (32768, c), dtype="bfloat16", tags=_tags("widths", "gpu")) for c in columns]
+    return _tagged(*_row_cases(op)) + widths
 
 
 def _batch_norm_cases(op: str) -> list[Case]:

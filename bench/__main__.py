@@ -80,7 +80,7 @@ def _parse(argv) -> argparse.Namespace:
         "--cases",
         choices=("ci", "full", "widths"),
         default="ci",
-        help="small shapes, the H200 table, or norms of transformers' hidden sizes (default: ci)",
+        help="small shapes, the H200 table, or hidden sizes and vocabularies of transformers (default: ci)",
     )
     parser.add_argument(
         "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT"

@@ -1,9 +1,9 @@
 """The one table of shapes, for the benchmark and for the tests.
 
 `ci` cases take under about 30 ms a call on two CPU cores. `full` cases are those that were measured
-for other libraries on an H200; they need a GPU. `widths` cases are hidden sizes of transformers, most
-of them no powers of two, and two odd ones, for a GPU too. Tests pick from all lists and replace what
-they vary, usually the dtype.
+for other libraries on an H200; they need a GPU. `widths` cases, for a GPU too, are what transformers
+have: hidden sizes, most of them no powers of two, two odd ones, and vocabularies. Tests pick from
+all lists and replace what they vary, usually the dtype.
 """
 
 import dataclasses
@@ -225,7 +225,7 @@ def _tags(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-_CI, _GPU = _tags("ci"), _tags("full", "gpu")
+_CI, _GPU, _WIDTHS = _tags("ci"), _tags("full", "gpu"), _tags("widths", "gpu")
 
 
 def _tagged(ci: list[Case], full: list[Case]) -> list[Case]:
@@ -309,7 +309,7 @@ def _relu_cases(op: str) -> list[Case]:
 def _norm_cases(op: str) -> list[Case]:
     columns = (768, 1280, 1536, 2560, 3072, 3584, 4608, 5001, 5120, 6144, 7168)
     columns += (9001, 9216, 12288, 14336, 18432, 20480)
-    widths = [Case(op, (32768, c), dtype="bfloat16", tags=_tags("widths", "gpu")) for c in columns]
+    widths = [Case(op, (32768, c), dtype="bfloat16", tags=_WIDTHS) for c in columns]
     return _tagged(*_row_cases(op)) + widths
 
 
@@ -384,7 +384,8 @@ def _cross_entropy_cases() -> list[Case]:
         Case(op, (64, 150, 128, 128), axis=1, **bf16),
         Case(op, (8192, 32768), dtype="float32"),
     ]
-    return _tagged(ci, full)
+    shapes = [(8192, c) for c in (32000, 50304, 65536, 100352, 151936)] + [(4096, 256000)]
+    return _tagged(ci, full) + [Case(op, s, dtype="bfloat16", tags=_WIDTHS) for s in shapes]
 
 
 def _program_cases() -> list[Case]:

@@ -397,9 +397,10 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     }
     return LaunchNormBwdLong(device, stream, op, args, scratch);
   }
-  // More blocks for a row than need be may fill multiprocessors better. A block that is alone, but not full, is behind two of
-  // a cluster that are not fuller. Where there are clusters anyway, larger ones take a tenth more rows at once to be ahead,
-  // and a quarter more if rows do not fill their slots.
+  // More blocks for a row than it needs may leave fewer threads of a multiprocessor unused. A row in one block that shares its
+  // multiprocessor with no other one was slower than in a cluster of two, with as many rows at once, unless all threads were
+  // in use. Larger clusters instead of small ones were faster where they have a tenth more rows at once; a quarter more, if
+  // rows do not fill their slots.
   const int smallest = cluster;
   if (smallest == 1 && fit(1).rows == 1 && fit(1).threads < kMaxThreads && rows_at_once(2) >= at_least) cluster = 2;
   for (int more = smallest + 1; smallest > 1 && more <= kMaxPortableCluster; ++more) {

@@ -8,6 +8,7 @@ all lists and replace what they vary, usually the dtype.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 NORMS = ("layer_norm", "rms_norm")
 BATCH_NORMS = ("batch_norm", "batch_norm_inference")
@@ -228,10 +229,9 @@ def _tags(*names: str) -> frozenset[str]:
 _CI, _GPU, _WIDTHS = _tags("ci"), _tags("full", "gpu"), _tags("widths", "gpu")
 
 
-def _tagged(ci: list[Case], full: list[Case]) -> list[Case]:
-    return [dataclasses.replace(c, tags=_CI) for c in ci] + [
-        dataclasses.replace(c, tags=_GPU) for c in full
-    ]
+def _tagged(ci: list[Case], full: list[Case], widths: Sequence[Case] = ()) -> list[Case]:
+    tagged = ((_CI, ci), (_GPU, full), (_WIDTHS, widths))
+    return [dataclasses.replace(c, tags=tags) for tags, found in tagged for c in found]
 
 
 def _row_cases(op: str) -> tuple[list[Case], list[Case]]:
@@ -309,8 +309,7 @@ def _relu_cases(op: str) -> list[Case]:
 def _norm_cases(op: str) -> list[Case]:
     columns = (768, 1280, 1536, 2560, 3072, 3584, 4608, 5001, 5120, 6144, 7168)
     columns += (9001, 9216, 12288, 14336, 18432, 20480)
-    widths = [Case(op, (32768, c), dtype="bfloat16", tags=_WIDTHS) for c in columns]
-    return _tagged(*_row_cases(op)) + widths
+    return _tagged(*_row_cases(op), [Case(op, (32768, c), dtype="bfloat16") for c in columns])
 
 
 def _batch_norm_cases(op: str) -> list[Case]:
@@ -385,7 +384,7 @@ def _cross_entropy_cases() -> list[Case]:
         Case(op, (8192, 32768), dtype="float32"),
     ]
     shapes = [(8192, c) for c in (32000, 50304, 65536, 100352, 151936)] + [(4096, 256000)]
-    return _tagged(ci, full) + [Case(op, s, dtype="bfloat16", tags=_WIDTHS) for s in shapes]
+    return _tagged(ci, full, [Case(op, shape, **bf16) for shape in shapes])
 
 
 def _program_cases() -> list[Case]:

@@ -259,7 +259,7 @@ class Resident {
   __device__ __forceinline__ void Copy(const T* const (&from)[kArrays]) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x < kCopyGroups) InitBarrier(&copied_[threadIdx.x], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    PublishBarriers();
     __syncthreads();
     if (threadIdx.x >= kWarp) return;
     const bool contiguous = plan.tile == plan.cols;

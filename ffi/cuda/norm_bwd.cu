@@ -24,11 +24,14 @@ namespace {
 // wider types takes twice the time, and the memory.
 template <typename Op, bool kCluster>
 inline constexpr int kLag = kCluster && sizeof(typename Op::T) == 2 ? 2 : 1;
-// Rows in shared memory, or one more: of clusters, which stay for longer, and of whole slots in a block that has a
-// multiprocessor for itself. Two blocks were measured to be slower with one more: the first rows are then read before any is
-// written. Blocks with rows of odd length were slower by 5 % where the number was not known to the compiler.
+// Rows in shared memory, at least.
 template <typename Op, bool kCluster>
 inline constexpr int kStages = kLag<Op, kCluster> + 2;
+// Whether there may be one more: of clusters, which stay for longer, and of whole slots in a block that has a multiprocessor
+// for itself. Two blocks were measured to be slower with one more: the first rows are then read before any is written. Blocks
+// with rows of odd length were slower by 5 % where the number was not known to the compiler.
+template <typename Op, bool kCluster>
+inline constexpr bool kMayHaveOneMore = kCluster || Op::kMode == Mode::kPlain;
 
 struct NormBwdPlan : RowsPlan {
   // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged). Where the rows that all
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   // In shared memory a warp has its stages, in each of them slot j of array k, at constant distances so that addresses take
   // few registers. After those of all warps are the columns beside whole slots.
   constexpr uint32_t kSlotBytes = kWarp * kVecBytes;
-  const int stages = kCluster || kPlain ? plan.stages : kStages;
+  const int stages = kMayHaveOneMore<Op, kCluster> ? plan.stages : kStages;
   const uint32_t stage_bytes = Kept(kSlots * op.arrays * kSlotBytes);
   const uint32_t shared_base = SharedAddress(shared_bytes);
   const uint32_t own =
@@ -402,22 +405,36 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   // in use. Larger clusters instead of small ones were faster where they have a tenth more rows at once; a quarter more, if
   // rows do not fill their slots.
   const int smallest = cluster;
-  if (smallest == 1 && fit(1).rows == 1 && fit(1).threads < kMaxThreads && rows_at_once(2) >= at_least) cluster = 2;
-  for (int more = smallest + 1; smallest > 1 && more <= kMaxPortableCluster; ++more) {
+  int rows = at_least;  // at once
+  if (smallest > 1) {
     constexpr int kPercent = Op::kMode == Mode::kRagged ? 125 : 110;
-    if (100 * rows_at_once(more) > kPercent * rows_at_once(cluster)) cluster = more;
+    for (int more = smallest + 1; more <= kMaxPortableCluster; ++more) {
+      const int rows_of_more = rows_at_once(more);
+      if (100 * rows_of_more <= kPercent * rows) continue;
+      cluster = more;
+      rows = rows_of_more;
+    }
+  } else if (fit(1).rows == 1 && fit(1).threads < kMaxThreads) {
+    if (const int rows_of_two = rows_at_once(2); rows_of_two >= rows) {
+      cluster = 2;
+      rows = rows_of_two;
+    }
   }
-  if (args.shape.groups > 1 || op.rows < 4 * rows_at_once(cluster)) cluster = smallest;
+  if (args.shape.groups > 1 || op.rows < 4 * rows) {
+    cluster = smallest;
+    rows = at_least;
+  }
   const Fit best = fit(cluster);
   NormBwdPlan plan;
   plan.cluster = cluster;
   plan.part_slots = best.part_slots;
   plan.threads_per_row = best.threads;
-  // A multiprocessor's rows are in two blocks where they can be.
-  const bool alone = best.rows % 2 != 0;
-  if (cluster == 1) plan.rows_per_block = alone ? best.rows : best.rows / 2;
+  // A multiprocessor's rows are in as many clusters, or in two blocks, or in one if they are odd in number.
+  const bool alone = cluster == 1 && best.rows % 2 != 0;
+  const int blocks_at_once = cluster > 1 ? best.rows : alone ? 1 : 2;  // of a multiprocessor
+  plan.rows_per_block = best.rows / blocks_at_once;
   const int threads = plan.threads_per_row * plan.rows_per_block;
-  const int at_once = rows_at_once(cluster) / plan.rows_per_block;
+  const int at_once = rows / plan.rows_per_block;
   // Each block leaves a row of partial sums for each segment that it has rows of, so as few as run at once.
   const int64_t sets = CeilDiv(op.rows_per_group, plan.rows_per_block);
   JAXNORM_CHECK(sets < INT32_MAX);
@@ -443,9 +460,8 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.segment_rest = static_cast<int>(sets % plan.segments);
 
   const auto block_bytes = [&](int stages) { return plan.rows_per_block * row_bytes(plan.threads_per_row, stages); };
-  const int blocks_at_once = best.rows / plan.rows_per_block;  // of a multiprocessor
   plan.stages = cluster > 1 ? kStages<Op, true> : kStages<Op, false>;
-  if ((cluster > 1 || (alone && Op::kMode == Mode::kPlain)) &&
+  if ((cluster > 1 ? kMayHaveOneMore<Op, true> : kMayHaveOneMore<Op, false> && alone) &&
       blocks_at_once * (block_bytes(plan.stages + 1) + kStaticSharedBytes) <= device.max_shared_bytes) {
     ++plan.stages;
   }

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kAtOnceWarps* kWarp) RmsNormAtOnceKernel(const
   if (warp_lane == 0) {
 #pragma unroll
     for (int step = 0; step < kMaxSteps; ++step) InitBarrier(&copied[warp][step], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    PublishBarriers();
 #pragma unroll
     for (int step = 0; step < kMaxSteps; ++step) {
       const int step_rows = min(rows - step * kAtOnceRows, kAtOnceRows);

@@ -67,6 +67,13 @@ __device__ __forceinline__ void InitBarrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
 }
 
+// Lets peers and bulk copies use the barriers that this thread has prepared.
+__device__ __forceinline__ void PublishBarriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
 // What this thread has written to shared memory before, others see after they have waited.
 __device__ __forceinline__ void ArriveAtBarrier(uint32_t address) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(address) : "memory");
@@ -104,7 +111,7 @@ __device__ __forceinline__ void ClusterStart(Barrier*... barriers) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
     (InitBarrier(barriers, 1), ...);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    PublishBarriers();
   }
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -17,9 +17,9 @@
 namespace jaxnorm {
 
 inline constexpr int kResidentThreads = 512;
-inline constexpr int kCopyGroups = 4;  // what comes first is looked at while the rest is on its way
-inline constexpr int kLanePosts = 9;   // that a lane reads at once
-inline constexpr int kMostBlocks = kWarp * kLanePosts;
+inline constexpr int kCopyGroups = 7;    // what comes first is looked at while the rest is on its way
+inline constexpr int kChannelPosts = 9;  // that a lane reads at once
+inline constexpr int kMostBlocks = kWarp * kChannelPosts;
 
 // Two sums of some elements of a channel.
 struct Sums {
@@ -94,7 +94,10 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
     const int64_t tiles = cols / tile, row_threads = tile / kCols;
     if (row_threads > kResidentThreads || spans < 1 || (!alike && !std::has_single_bit(static_cast<uint64_t>(tile))))
       return;
-    const int64_t span = CeilDiv(shape.outer, spans);
+    // Whole lines one after the other: each block's begin with a cache line.
+    const bool contiguous = tile == cols && spans > 1;
+    const int64_t step = contiguous ? kLineBytes / std::gcd(cols * int64_t{sizeof(T)}, int64_t{kLineBytes}) : 1;
+    const int64_t span = CeilDiv(CeilDiv(shape.outer, spans), step) * step;
     spans = CeilDiv(shape.outer, span);
     const int64_t parts = std::max<int64_t>(1, shape.inner / tile), sharers = spans * parts;
     const int64_t slots = std::max<int64_t>(1, tile / shape.inner);
@@ -111,7 +114,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
                           (kBits ? turns * threads : 0);
     uint32_t lane_bits = 0, post_bits = 0;
     while (1 << lane_bits < kWarp && 1 << lane_bits < own_entries && slots << (lane_bits + 1) <= threads) ++lane_bits;
-    while (kLanePosts << post_bits < sharers) ++post_bits;
+    while (kChannelPosts << post_bits < sharers) ++post_bits;
     if (bytes > shared_bytes || 1 << post_bits > kWarp || shape.channels * (sharers + 1) + 1 > posts_room) return;
     const int64_t post_bytes = slots * sharers * int64_t{sizeof(Post<Sums>)};
     const bool relayed = post_bytes > kExchange;
@@ -249,39 +252,38 @@ class Resident {
     slot_ = kAlike ? plan.by_own_entries.Div(column) : column * kCols;
     cells_ = SharedAddress(numbers_ + kNumbers * Padded());
     own_ = cells_ + (row * plan.tile + column * kCols) * sizeof(T);
-    if (blockIdx.x == 0 && threadIdx.x == 0) plan.counter->Write({}, plan.tag);
   }
 
   // ---- Cells ----
 
-  // Asks for all cells, of arrays that begin at from[0], from[1], ...: by one warp, for whole lines or tiles at a time. A
-  // thread that copied its own would wait until the last copy is under way, instead of looking at the first.
+  // Asks for all cells, of arrays that begin at from[0], from[1], ...: by one thread, for whole lines or tiles at a time. A
+  // thread that copied its own would wait until the last copy is under way, instead of looking at the first. To be followed
+  // by __syncthreads, before which no thread waits for a group.
   __device__ __forceinline__ void Copy(const T* const (&from)[kArrays]) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x < kCopyGroups) InitBarrier(&copied_[threadIdx.x], 1);
+    if (threadIdx.x != 0) return;
+#pragma unroll
+    for (int group = 0; group < kCopyGroups; ++group) InitBarrier(&copied_[group], 1);
     PublishBarriers();
-    __syncthreads();
-    if (threadIdx.x >= kWarp) return;
     const bool contiguous = plan.tile == plan.cols;
     const uint32_t bytes = plan.tile * sizeof(T);
+    const L2Policy once = EvictFirst();
     uint32_t line = 0;
 #pragma unroll 1
     for (int group = 0; group < kCopyGroups; ++group) {
-      const uint32_t end = min(GroupEnd(group, plan.turns) * plan.rows, lines_);
+      const uint32_t end = min(GroupEnd(group, plan.turns) * plan.rows, lines_), at_once = contiguous ? end - line : 1;
       const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&copied_[group]));
-      if (threadIdx.x == 0) ExpectFromPeers(barrier, (end - line) * bytes * kArrays);
-      __syncwarp();
-      const uint32_t at_once = contiguous ? end - line : 1;
+      ExpectFromPeers(barrier, (end - line) * bytes * kArrays);
 #pragma unroll 1
-      for (line += threadIdx.x * at_once; line < end; line += kWarp * at_once) {
+      for (; line < end; line += at_once) {
 #pragma unroll
         for (int array = 0; array < kArrays; ++array) {
           CopyBulk(cells_ + (array * plan.span + line) * bytes, from[array] + (begin_ + line * plan.cols),
-                   at_once * bytes, barrier);
+                   at_once * bytes, barrier, once);
         }
       }
-      line = end;
     }
+    if (blockIdx.x == 0) plan.counter->Write({}, plan.tag);
 #endif
   }
 
@@ -413,7 +415,7 @@ class Resident {
         there = slot < plan.slots;
       }
       Post<Sums>* const posts = plan.posts + (first_channel + slot) * plan.sharers;
-      Sums values[kLanePosts] = {}, nothing;
+      Sums values[kChannelPosts] = {}, nothing;
       bool all;
       do {
         all = threadIdx.x > 0 || plan.counter->TryRead(plan.tag, nothing);  // for Leave
@@ -421,16 +423,15 @@ class Resident {
         // under way before the first one is looked at; those beyond the last post read it again.
         if (there) {
 #pragma unroll
-          for (uint32_t i = 0; i < kLanePosts; ++i) {
+          for (uint32_t i = 0; i < kChannelPosts; ++i) {
             all &= posts[min(lane + (i << plan.post_bits), plan.sharers - 1)].TryRead(plan.tag, values[i]);
           }
         }
-      } while (!all);
-      __syncwarp();
+      } while (!AllThere(all));
       const Sums total = combine([&](auto term) {
         float sum = 0;
 #pragma unroll
-        for (uint32_t i = 0; i < kLanePosts; ++i) {
+        for (uint32_t i = 0; i < kChannelPosts; ++i) {
           const uint32_t k = lane + (i << plan.post_bits);
           const float value = term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
           sum += k < plan.sharers ? value : 0;
@@ -449,8 +450,16 @@ class Resident {
       for (uint32_t k = lane; k < plan.sharers; k += 1u << plan.post_bits) posts[k].Clear();  // nobody else reads them
     });
     __syncthreads();
-    for (uint32_t slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
-      finish(slot, plan.relayed ? plan.totals[first_channel + slot].Read(plan.tag) : entries_[slot]);
+    for (uint32_t first = 0; first < plan.slots; first += blockDim.x) {
+      const uint32_t slot = first + threadIdx.x;
+      const bool there = slot < plan.slots;
+      Sums total;
+      if (plan.relayed) {
+        total = plan.totals[first_channel + slot].Read(plan.tag, there);
+      } else if (there) {
+        total = entries_[slot];
+      }
+      if (there) finish(slot, total);
     }
     __syncthreads();
   }

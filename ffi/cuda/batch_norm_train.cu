@@ -31,13 +31,12 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   Resident<T, 1, kNumbers, kAlike> block(plan, shared_bytes);
   const T* const x = arrays.x.Of<T>(0);
-  // Before the copies: behind them they would come last.
-  Known<T> known;
-  if (threadIdx.x < plan.slots) known = Load<T>(arrays, inner, block.first_channel + threadIdx.x);
   block.Copy({x});
+  // By other warps first: behind the copies they would come last.
+  const uint32_t first_slot = (threadIdx.x < kWarp ? blockDim.x : 0) + threadIdx.x - kWarp;
 #pragma unroll 1
-  for (uint32_t slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
-    if (slot >= blockDim.x) known = Load<T>(arrays, inner, block.first_channel + slot);
+  for (uint32_t slot = first_slot; slot < plan.slots; slot += blockDim.x) {
+    const Known<T> known = Load<T>(arrays, inner, block.first_channel + slot);
     block.Number(kCentre, slot) = block.Number(kOrigin, slot) = Origin(ToAcc(known.first));
     block.Number(kFactor, slot) = known.scale;
     block.Number(kBias, slot) = known.bias;

@@ -100,7 +100,14 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
       sums = Sums::MergeLanes(sums, kWarp);
       Post<Sums>* const posts = plan.posts + (first_row + r) * plan.chunks;
       if (lane == 0) posts[chunk].Write(sums, plan.tag);
-      sums = MergePosts(posts, plan.chunks, plan.tag, [](int, const Sums& value) { return value; });
+      Sums of_blocks[kLanePosts];
+      ReadPosts(posts, plan.chunks, plan.tag, of_blocks);
+      sums = Sums::Identity();
+#pragma unroll
+      for (int i = 0; i < kLanePosts; ++i) {
+        if (lane + i * kWarp < plan.chunks) sums = Sums::Merge(sums, of_blocks[i]);
+      }
+      sums = Sums::MergeLanes(sums, kWarp);
       int left_before = 0;
       if (lane == 0) {
         finals[r % kFewPlaces] = op.Finish(sums);
@@ -183,7 +190,7 @@ bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& o
   const int64_t groups = std::clamp<int64_t>(int64_t{device.sms} * kFewThreads / op.Slots(), 1, op.rows);
   plan.rows = static_cast<int>(std::min<int64_t>(CeilDiv(op.rows, groups), kFewRows + 1));
   plan.groups = static_cast<int>(CeilDiv(op.rows, plan.rows));
-  plan.chunk_slots = static_cast<int>(CeilDiv(op.Slots(), std::max(device.sms / plan.groups, 1)));
+  plan.chunk_slots = static_cast<int>(PartSlots(op.Slots(), std::clamp(device.sms / plan.groups, 1, kMaxPosts)));
   plan.chunks = static_cast<int>(CeilDiv(op.Slots(), plan.chunk_slots));
   const int64_t row_bytes = int64_t{2} * plan.chunk_slots * kVecBytes;
   const int64_t room = device.max_shared_bytes - kStaticSharedBytes;

@@ -41,6 +41,44 @@ __device__ __forceinline__ void WaitForRow(int r) {
   }
 }
 
+// Of a row, from what its blocks have posted; by a warp. Every block waits for this: how many elements each has is known, so two
+// sums over lanes are all that it takes.
+template <typename Op, typename Center>
+__device__ __forceinline__ typename Op::Final FinishPosts(const Op& op, Center center,
+                                                          const Post<FewMoments<typename Op::Acc>>* posts,
+                                                          const FewPlan<typename Op::Acc>& plan) {
+  using Acc = typename Op::Acc;
+  FewMoments<Acc> values[kLanePosts];
+  ReadPosts(posts, plan.chunks, plan.tag, values);
+  // 0 beside the posts.
+  const int chunk_cols = plan.chunk_slots * Op::kVec, begin = threadIdx.x % kWarp * chunk_cols;
+  const auto count = [&](int i) {
+    return static_cast<Acc>(max(min(op.cols - (begin + i * (kWarp * chunk_cols)), chunk_cols), 0));
+  };
+  const auto add = [](Acc a, Acc b) { return a + b; };
+  // The means as distances from one of them, so that equal ones stay as they are.
+  const Acc pivot = center ? __shfl_sync(kAllLanes, values[0].mean, 0) : Acc(0);
+  Acc mean = pivot;
+  if (center) {
+    Acc sum = 0;
+#pragma unroll
+    for (int i = 0; i < kLanePosts; ++i) {
+      if (const Acc n = count(i); n > 0) sum = fma(n, values[i].mean - pivot, sum);
+    }
+    mean += LaneReduce(sum, kWarp, add) * op.inverse_cols;
+  }
+  Acc squares = 0;
+#pragma unroll
+  for (int i = 0; i < kLanePosts; ++i) {
+    const Acc n = count(i);
+    if (n == 0) continue;
+    const Acc delta = center ? values[i].mean - mean : Acc(0);
+    squares += fma(delta, delta * n, values[i].squares);
+  }
+  squares = LaneReduce(squares, kWarp, add);
+  return {mean, InverseSqrt(fma(squares, op.inverse_cols, op.epsilon))};
+}
+
 template <typename Op, bool kCenter>
 __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     NormFwdFewKernel(const __grid_constant__ Op op, const FewPlan<typename Op::Acc> plan) {
@@ -67,13 +105,14 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
   Acc factor[kHeld][kVec], shift[kHeld][kVec];
   if (warp < kFewWarps) {
     const T* from = op.x.data + (offset + threadIdx.x * kVec);
+    const L2Policy once = EvictFirst();
 #pragma unroll 1
     for (int r = 0; r < kRows; ++r) {
       if (r < rows) {
         uint32_t to = own + r * row_bytes;
 #pragma unroll 1
         for (int slot = threadIdx.x; slot < slots; slot += kFewThreads, to += kTurnBytes) {
-          CopyAsync(to, from + (slot - threadIdx.x) * kVec);
+          CopyAsync(to, from + (slot - threadIdx.x) * kVec, once);
         }
         from += op.cols;
       }
@@ -94,16 +133,13 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
   if (warp >= kFewWarps) {
     const int r = warp - kFewWarps;
     if (r >= rows) return;
+    const Acc block_count = static_cast<Acc>(slots * kVec), inverse_block_count = Partial::Inverse(block_count);
     WaitForBarrier(SharedAddress(&summed[r]), 0);
     Partial part[] = {lane < kFewWarps ? shared_parts[r][lane] : Partial::Identity()};
-    op.MergeLanes(variant, part, kWarp);
+    op.MergeLanes(variant, part, kWarp, block_count, inverse_block_count);
     Post<FewMoments<Acc>>* const posts = plan.posts + (int64_t{group} * kRows + r) * plan.chunks;
     if (lane == 0) posts[chunk].Write({part[0].mean, part[0].squares}, plan.tag);
-    const auto final = op.Finish(variant, MergePosts(posts, plan.chunks, plan.tag, [&](int k, const auto& value) {
-                                   const int count =
-                                       min(plan.chunk_slots * kVec, op.cols - k * plan.chunk_slots * kVec);
-                                   return Partial{static_cast<Acc>(count), value.mean, value.squares};
-                                 }));
+    const auto final = FinishPosts<Op>(op, variant, posts, plan);
     int left_before = 0;
     if (lane == 0) {
       shared_final[r] = final;
@@ -180,7 +216,7 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, i
   const int64_t groups = CeilDiv(op.rows, kFewRows);
   if (groups > device.sms || op.Has(1)) return false;
   FewPlan<Acc> plan = {.rows = static_cast<int>(CeilDiv(op.rows, groups))};
-  plan.chunk_slots = static_cast<int>(CeilDiv(slots, device.sms / groups));
+  plan.chunk_slots = static_cast<int>(PartSlots(slots, std::min(device.sms / groups, int64_t{kMaxPosts})));
   plan.chunks = static_cast<int>(CeilDiv(slots, plan.chunk_slots));
   const int64_t shared_bytes = int64_t{plan.chunk_slots} * kVecBytes * plan.rows;
   const int64_t posts = groups * kFewRows * plan.chunks;

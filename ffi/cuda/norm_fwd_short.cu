@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kAtOnceWarps* kWarp) RmsNormAtOnceKernel(const
       if (step_rows <= 0) break;
       ExpectFromPeers(barriers + step * kBarrier, step_rows * kRowBytes);
       CopyBulk(stages + step * kStepBytes, op.x.data + (first_row + step * kAtOnceRows) * kCols, step_rows * kRowBytes,
-               barriers + step * kBarrier);
+               barriers + step * kBarrier, EvictFirst());
     }
   }
   __syncwarp();

@@ -132,6 +132,10 @@ __device__ __forceinline__ Vec<T, kVecSize<T>> Load(const T* p) {
 }
 
 // How long the L2 cache keeps what is read with it.
+//
+// Where all that a call reads is on its way at once, evict-first takes 3 to 10% off its time: what it reads then displaces what
+// calls before have read, and not their results, which would have to be written to memory meanwhile. Beyond what fits on
+// chip it costs 3 to 10%, of plain copies too.
 enum class L2Policy : uint64_t {};
 
 __device__ __forceinline__ L2Policy EvictFirst() {
@@ -241,6 +245,13 @@ __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global) {
   } else {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
   }
+}
+
+// Likewise, not by way of L1.
+__device__ __forceinline__ void CopyAsync(uint32_t shared, const void* global, L2Policy policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "l"(static_cast<uint64_t>(policy))
+               : "memory");
 }
 
 // 4 bytes.

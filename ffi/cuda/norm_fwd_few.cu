@@ -41,8 +41,8 @@ __device__ __forceinline__ void WaitForRow(int r) {
   }
 }
 
-// Of a row, from what its blocks have posted; by a warp. Every block waits for this: how many elements each has is known, so two
-// sums over lanes are all that it takes.
+// Of a row, from what its blocks have posted; by a warp. Every block waits for this: how many elements each has is known,
+// so two sums over lanes are all that it takes.
 template <typename Op, typename Center>
 __device__ __forceinline__ typename Op::Final FinishPosts(const Op& op, Center center,
                                                           const Post<FewMoments<typename Op::Acc>>* posts,

@@ -190,8 +190,8 @@ __device__ __forceinline__ void CopyBulk(uint32_t shared, const void* global, ui
                                          L2Policy policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared),
       "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(counter), "l"(static_cast<uint64_t>(policy))
       : "memory");
 #endif

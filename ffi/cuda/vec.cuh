@@ -133,9 +133,9 @@ __device__ __forceinline__ Vec<T, kVecSize<T>> Load(const T* p) {
 
 // How long the L2 cache keeps what is read with it.
 //
-// Where all that a call reads is on its way at once, evict-first takes 3 to 10% off its time: what it reads then displaces what
-// calls before have read, and not their results, which would have to be written to memory meanwhile. Beyond what fits on
-// chip it costs 3 to 10%, of plain copies too.
+// Where all that a call reads is on its way at once, evict-first takes 3 to 10% off its time: what it reads then displaces
+// what calls before have read, and not their results, which would have to be written to memory meanwhile. Beyond what fits
+// on chip it costs 3 to 10%, of plain copies too.
 enum class L2Policy : uint64_t {};
 
 __device__ __forceinline__ L2Policy EvictFirst() {

@@ -74,8 +74,12 @@ def test_dispatch_boundaries(op, dtype):
         check(op, rand((3, columns), dtype))
 
 
+# Of 132 parts that begin with a cache line, the last has a single slot of 16-bit elements.
+LITTLE_LEFT = 8 * (131 * 1000 + 1)
+
+
 @softmaxes
-@pytest.mark.parametrize("columns", [131072, 1 << 20, (1 << 20) + 1])
+@pytest.mark.parametrize("columns", [131072, 1 << 20, (1 << 20) + 1, LITTLE_LEFT])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_long_rows(op, columns, rows):
     """Few rows, so that several blocks share one."""
@@ -162,7 +166,8 @@ def test_norm_masked_rows_that_share_multiprocessors():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(20, 8200), (70, 65544), (9, 131080), (75, 131080), (3, 2097152)]
+    "shape",
+    [(20, 8200), (70, 65544), (9, 131080), (75, 131080), (8, LITTLE_LEFT), (3, 2097152)],
 )
 def test_norm_few_long_rows(op, dtype, shape, residual):
     """All processors together: more rows and fewer than shared memory holds, one group of them and several."""

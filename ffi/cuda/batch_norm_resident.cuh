@@ -97,7 +97,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
     // Whole lines one after the other: each block's begin with a cache line.
     const bool contiguous = tile == cols && spans > 1;
     const int64_t step = contiguous ? kLineBytes / std::gcd(cols * int64_t{sizeof(T)}, int64_t{kLineBytes}) : 1;
-    const int64_t span = CeilDiv(CeilDiv(shape.outer, spans), step) * step;
+    const int64_t span = AlignedPart(shape.outer, spans, step);
     spans = CeilDiv(shape.outer, span);
     const int64_t parts = std::max<int64_t>(1, shape.inner / tile), sharers = spans * parts;
     const int64_t slots = std::max<int64_t>(1, tile / shape.inner);

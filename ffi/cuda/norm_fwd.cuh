@@ -379,12 +379,6 @@ struct NormFwd {
     }
   }
 
-  template <typename Center, int kN>
-  __device__ __forceinline__ void MergeLanes(Center center, Partial (&p)[kN], int width) const {
-    const Acc count = LaneReduce(p[0].count, width, [](Acc a, Acc b) { return a + b; });
-    MergeLanes(center, p, width, count, Partial::Inverse(count));
-  }
-
   // Given the count of all, and 1 / count.
   template <typename Center, int kN>
   __device__ __forceinline__ void MergeLanes(Center center, Partial (&p)[kN], int width, Acc count, Acc inverse) const {

@@ -582,12 +582,12 @@ __global__ void __launch_bounds__(kSplitThreads<Op>, 1)
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Slots of a part if `slots` of them are cut into at most `parts`, each of which begins with a cache line if the first one
-// does: otherwise all that a warp copies has a part of one line more (8 x 1048576 cut into 132, a tenth of a copy's time).
-inline int64_t PartSlots(int64_t slots, int64_t parts) {
-  constexpr int64_t kLineSlots = kLineBytes / kVecBytes;
-  return CeilDiv(CeilDiv(slots, kLineSlots), parts) * kLineSlots;
-}
+// How many a part has if n are cut into at most `parts`, each of which begins at a multiple of `step`.
+inline int64_t AlignedPart(int64_t n, int64_t parts, int64_t step) { return CeilDiv(CeilDiv(n, step), parts) * step; }
+
+// Slots of a part that begins with a cache line, if the first one does: otherwise all that a warp copies has a part of one
+// line more (8 x 1048576 cut into 132, a tenth of a copy's time).
+inline int64_t PartSlots(int64_t slots, int64_t parts) { return AlignedPart(slots, parts, kLineBytes / kVecBytes); }
 
 inline int NextPowerOfTwo(int64_t n) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(n))); }
 

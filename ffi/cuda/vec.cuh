@@ -135,7 +135,7 @@ __device__ __forceinline__ Vec<T, kVecSize<T>> Load(const T* p) {
 //
 // Where all that a call reads is on its way at once, evict-first takes 3 to 10% off its time: what it reads then displaces
 // what calls before have read, and not their results, which would have to be written to memory meanwhile. Beyond what fits
-// on chip it costs 3 to 10%, of plain copies too.
+// on chip it costs time, 5% of a plain copy.
 enum class L2Policy : uint64_t {};
 
 __device__ __forceinline__ L2Policy EvictFirst() {

@@ -204,8 +204,10 @@ def test_norm_rows_in_chunks(op, dtype, shape):
         (3, 128),
         (5001, 128),
         (30001, 128),
+        (33793, 128),
         (50004, 128),
         (60001, 128),
+        (76033, 128),
         (20011, 200),
         (20011, 256),
         (9001, 400),
@@ -218,6 +220,39 @@ def test_norm_many_short_rows(op, dtype, shape):
     Of 128 columns more rows and fewer than the device has at once.
     """
     test_norm.check(op, rand(shape, dtype), "float32")
+
+
+@pytest.mark.parametrize("op", cases.NORMS)
+@halves
+def test_norm_all_rows_at_once(op, dtype):
+    """Variances are right however far the mean lies, and each row is computed by itself."""
+    x = np.random.default_rng(0).standard_normal((40003, 128), np.float32)
+    x[0::4] += 3
+    x[1::4] += 100
+    x[2::4] = 1000 + x[2::4] * 4
+    x[7], x[9], x[11, 3:] = 0, 129, 0  # also 129 * 128 is no power of two
+    x[12] *= 1e-3
+    before = np.array(x)
+    x[21, 5], x[22, 100], x[35, 0], x[37] = np.nan, np.inf, -np.inf, 3e4
+    special = [21, 22, 35, 37]
+
+    def run(x):
+        function = jax.jit(getattr(jaxnorm, op))
+        return np.asarray(function(jnp.asarray(x).astype(dtype)), np.float64)
+
+    y, y_before = run(x), run(before)
+    np.testing.assert_array_equal(np.delete(y, special, 0), np.delete(y_before, special, 0))
+    assert np.isnan(y[21]).all()
+    exact = np.asarray(jnp.asarray(before).astype(dtype), np.float64)
+    centred = exact - exact.mean(1, keepdims=True) if op == "layer_norm" else exact
+    expected = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-6)
+    step = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(y_before, expected, rtol=step, atol=2e-3 * step + 3e-4)
+    if op == "layer_norm":
+        assert (y[[7, 9, 37]] == 0).all()
+        assert np.isnan(y[[22, 35]]).all()
+    else:
+        np.testing.assert_allclose(y[37], 1, rtol=step)
 
 
 NORM_CASES = [c for c in cases.select(tag="gpu") if c.op in cases.NORMS]

@@ -36,6 +36,9 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
       if (aligned) {
         const NormFwd<T, Mode::kPlain> plain(args);
         if (!plain.grouped) {
+          if constexpr (sizeof(T) == 2) {
+            if (LaunchNormFwdAtOnce(*device, stream, plain, name, &status)) return status;
+          }
           if (slots <= kMaxShortSlots) return LaunchNormFwdShort(*device, stream, plain, slots, name);
           if (LaunchNormFwdChunks(*device, stream, plain, name, &status)) return status;
           if (slots > MaxBundleSlots(plain.center) && LaunchNormFwdLong(*device, stream, plain, slots, name, &status)) {

@@ -516,6 +516,12 @@ inline constexpr int kMaxShortSlots = kWarp;
 template <typename Op>
 ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name);
 
+// Defined in norm_fwd_at_once.cu for the kPlain operations of 16-bit elements; rows have their parameters in common. False if
+// it does not suit.
+template <typename Op>
+bool LaunchNormFwdAtOnce(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
+                         ffi::Error* status);
+
 // Defined in norm_fwd_chunk.cu for the kPlain operations, in norm_fwd_ragged.cu for kRagged; rows have their parameters in
 // common. False if it does not suit.
 template <typename Op>

@@ -122,85 +122,8 @@ __global__ void __launch_bounds__(kShortThreads) NormFwdShortKernel(const __grid
   }
 }
 
-// rms_norm of 16-bit rows of kAtOnceLanes slots, as heads of attention have them, if the device can have all at once: a
-// warp copies its rows to shared memory before anything else, and works on them in steps, each when its rows are there. So
-// all blocks run in one wave. That takes 2% less time; layer_norm gains nothing by it, and other lengths lose.
-inline constexpr int kAtOnceLanes = 16, kAtOnceWarps = 4, kMaxSteps = 3;
-inline constexpr int kAtOnceRows = ShortRows(kAtOnceLanes) * (kWarp / kAtOnceLanes);  // of a warp in a step
-inline constexpr int kAtOnceBlocks = 4;                                               // of a multiprocessor
-
-template <typename Op>
-__global__ void __launch_bounds__(kAtOnceWarps* kWarp) RmsNormAtOnceKernel(const __grid_constant__ Op op, int steps) {
-#if __CUDA_ARCH__ >= 900
-  using T = typename Op::T;
-  using V = Vec<T, Op::kVec>;
-  constexpr int kVec = Op::kVec, kLanes = kAtOnceLanes, kRows = ShortRows(kLanes), kGroups = kWarp / kLanes;
-  constexpr int kSumLanes = kLanes / kRows, kCols = kLanes * kVec;
-  constexpr uint32_t kRowBytes = kCols * sizeof(T), kStepBytes = kAtOnceRows * kRowBytes, kBarrier = sizeof(uint64_t);
-  __shared__ __align__(kLineBytes) uint4 staged[kAtOnceWarps][kMaxSteps * kStepBytes / kVecBytes];
-  __shared__ uint64_t copied[kAtOnceWarps][kMaxSteps];
-  const int warp = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
-  const int lane = warp_lane % kLanes, group = warp_lane / kLanes;
-  const int64_t first_row = (int64_t{blockIdx.x} * kAtOnceWarps + warp) * (steps * kAtOnceRows);
-  const int rows =
-      static_cast<int>(max(min(op.rows - first_row, static_cast<int64_t>(steps * kAtOnceRows)), int64_t{0}));
-  const uint32_t stages = SharedAddress(staged[warp]), barriers = SharedAddress(copied[warp]);
-  if (warp_lane == 0) {
-#pragma unroll
-    for (int step = 0; step < kMaxSteps; ++step) InitBarrier(&copied[warp][step], 1);
-    PublishBarriers();
-#pragma unroll
-    for (int step = 0; step < kMaxSteps; ++step) {
-      const int step_rows = min(rows - step * kAtOnceRows, kAtOnceRows);
-      if (step_rows <= 0) break;
-      ExpectFromPeers(barriers + step * kBarrier, step_rows * kRowBytes);
-      CopyBulk(stages + step * kStepBytes, op.x.data + (first_row + step * kAtOnceRows) * kCols, step_rows * kRowBytes,
-               barriers + step * kBarrier, EvictFirst());
-    }
-  }
-  __syncwarp();
-  float factor[kVec], shift[kVec];
-  op.Parameters(lane * kVec, factor, shift);
-#pragma unroll 1
-  for (int begin = 0, step = 0; begin < rows; begin += kAtOnceRows, ++step) {
-    WaitForBarrier(barriers + step * kBarrier, 0);
-    // Row r of the thread is r * kGroups after its first.
-    const auto inside = [&](int r) { return begin + r * kGroups + group < rows; };
-    const uint32_t from = stages + step * kStepBytes + warp_lane * kVecBytes;
-    float values[kRows][kVec], sums[kRows] = {};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      ToAccAll(LoadShared<V>(from + r * kGroups * kRowBytes), values[r]);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) sums[r] = fma(values[r][j], values[r][j], sums[r]);
-    }
-    const float rstd = InverseSqrt(fma(SumOverLanes<kLanes>(sums, lane), 1.0f / kCols, op.epsilon));
-    const int64_t row = first_row + begin + group;
-    if (lane % kSumLanes == 0 && inside(lane / kSumLanes)) {
-      op.StoreStatistics(/*center=*/std::false_type(), row + lane / kSumLanes * kGroups, {0, rstd});
-    }
-    T* const y = op.y + (row * kCols + lane * kVec);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float of_row = __shfl_sync(kAllLanes, rstd, r * kSumLanes, kLanes);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) values[r][j] = fma(values[r][j] * of_row, factor[j], shift[j]);
-      if (inside(r)) jaxnorm::Store(y + r * kGroups * kCols, RoundVec<T>(values[r]));
-    }
-  }
-#endif
-}
-
 template <int kLanes, bool kFull, typename Op>
 ffi::Error LaunchShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name) {
-  if constexpr (kFull && kLanes == kAtOnceLanes && sizeof(typename Op::T) == 2) {
-    const int64_t all_steps = CeilDiv(op.rows, kAtOnceRows);
-    const int64_t steps = CeilDiv(all_steps, int64_t{device.sms} * kAtOnceBlocks * kAtOnceWarps);
-    if (device.clusters && !op.center && !op.Has(1) && steps <= kMaxSteps) {
-      const Grid grid = {.blocks = CeilDiv(all_steps, steps * kAtOnceWarps), .threads = kAtOnceWarps * kWarp};
-      return Launch<RmsNormAtOnceKernel<Op>>(device, stream, grid, name, op, static_cast<int>(steps));
-    }
-  }
   const Grid grid = {.blocks = CeilDiv(op.rows, kShortThreads / kLanes * ShortRows(kLanes)), .threads = kShortThreads};
   return op.center ? Launch<NormFwdShortKernel<Op, true, kLanes, kFull>>(device, stream, grid, name, op)
                    : Launch<NormFwdShortKernel<Op, false, kLanes, kFull>>(device, stream, grid, name, op);

@@ -27,7 +27,7 @@ __device__ __forceinline__ Known Load(const GroupArrays& arrays, uint32_t channe
 
 template <typename T, Bits kBits, bool kAlike>
 __global__ void __launch_bounds__(kResidentThreads, 1)
-    BatchNormBwdKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ ResidentPlan plan,
+    BatchNormBwdKernel(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
                        float epsilon) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   Resident<T, 2, kNumbers, kAlike> block(plan, shared_bytes);
@@ -147,7 +147,7 @@ ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const Batc
     *done = AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual);
     if (!*done) return ffi::Error::Success();
     const auto launch = [&](auto alike) {
-      return Launch<BatchNormBwdKernel<T, kBits, alike>>(device, stream, grid, "BatchNormBwdKernel", arrays, plan,
+      return Launch<BatchNormBwdKernel<T, kBits, alike>>(device, stream, grid, "BatchNormBwdKernel", plan, arrays,
                                                          static_cast<float>(epsilon));
     };
     return IsAlike(args.shape) ? launch(std::true_type()) : launch(std::false_type());

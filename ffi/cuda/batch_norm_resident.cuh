@@ -42,26 +42,27 @@ __device__ __forceinline__ Sums LaneSums(Sums sums, uint32_t lanes) {
 // An array is `lines` lines of cols = channels * inner elements. A block has `span` of them (the last ones may have
 // fewer), and of each a tile: whole channels, or a part of one. Blocks that share channels are neighbours.
 struct ResidentPlan {
+  // What comes before the copies, in few lines of the constant cache.
   uint32_t cols, lines;
-  uint32_t span;     // lines of a block
-  uint32_t tile;     // columns of a block
-  uint32_t parts;    // tiles of a channel, if it has more than one
-  uint32_t sharers;  // blocks that share a channel: sharer i has lines i / parts * span and following
-  uint32_t slots;    // channels of a tile
+  uint32_t span;         // lines of a block
+  uint32_t tile;         // columns of a block
+  uint32_t parts;        // tiles of a channel, if it has more than one
+  uint32_t slots;        // channels of a tile
+  uint32_t entry_bytes;  // of shared memory; the numbers of each slot follow, then the cells
+  uint32_t rows;         // lines that a block works on at once
+  uint32_t turns;        // lines that a thread has at most,
+  uint32_t group;        // and in each of the kCopyGroups but the first, which is one turn of 16
+  FastDiv by_sharers, by_parts, by_row_threads, by_rows, by_own_entries;
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.
   uint32_t own_entries;
-  uint32_t rows;                  // lines that a block works on at once
-  uint32_t turns;                 // lines that a thread has at most,
-  uint32_t group;                 // and in each of the kCopyGroups but the first, which is one turn of 16
+  uint32_t sharers;               // blocks that share a channel: sharer i has lines i / parts * span and following
   uint32_t lane_bits;             // 2^lane_bits lanes of a warp merge a channel's entries
   uint32_t post_bits;             // and 2^post_bits its posts
   bool relayed;                   // each block reads the posts of some channels only, and posts what they come to
   uint32_t read_slots;            // how many those are at most; else all
-  uint32_t entry_bytes;           // of shared memory; the numbers of each slot follow, then the cells
   uint32_t whole;                 // sharers that have `span` lines
   float elements, last_elements;  // of a channel, that one of those has, and one of the others
   float inverse_count;            // 1 / the number of a channel's elements
-  FastDiv by_sharers, by_parts, by_row_threads, by_own_entries, by_rows;
   Post<Sums>* posts;
   Post<Sums>* totals;   // of each channel, if relayed
   Post<Sums>* counter;  // of blocks that have read all that they need
@@ -132,26 +133,26 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
              .span = narrow(span),
              .tile = narrow(tile),
              .parts = narrow(parts),
-             .sharers = narrow(sharers),
              .slots = narrow(slots),
-             .own_entries = narrow(own_entries),
+             .entry_bytes = narrow(entry_bytes),
              .rows = narrow(rows),
              .turns = narrow(turns),
              .group = narrow(CeilDiv(turns, kCopyGroups - 1)),
+             .by_sharers = by(sharers),
+             .by_parts = by(parts),
+             .by_row_threads = by(row_threads),
+             .by_rows = by(rows),
+             .by_own_entries = by(own_entries),
+             .own_entries = narrow(own_entries),
+             .sharers = narrow(sharers),
              .lane_bits = lane_bits,
              .post_bits = post_bits,
              .relayed = relayed,
              .read_slots = narrow(relayed ? CeilDiv(slots, sharers) : slots),
-             .entry_bytes = narrow(entry_bytes),
              .whole = narrow((spans - 1) * parts),
              .elements = static_cast<float>(span * columns),
              .last_elements = static_cast<float>((shape.outer - (spans - 1) * span) * columns),
              .inverse_count = static_cast<float>(1.0 / static_cast<double>(shape.reduced())),
-             .by_sharers = by(sharers),
-             .by_parts = by(parts),
-             .by_row_threads = by(row_threads),
-             .by_own_entries = by(own_entries),
-             .by_rows = by(rows),
              .posts = posts,
              .totals = posts + shape.channels * sharers,
              .counter = posts + shape.channels * (sharers + 1),
@@ -258,13 +259,11 @@ class Resident {
 
   // Asks for all cells, of arrays that begin at from[0], from[1], ...: by one thread, for whole lines or tiles at a time. A
   // thread that copied its own would wait until the last copy is under way, instead of looking at the first. To be followed
-  // by __syncthreads, before which no thread waits for a group.
+  // by __syncthreads, before which no thread waits for a group. So barriers are prepared one by one, and the first copy waits
+  // for one of them.
   __device__ __forceinline__ void Copy(const T* const (&from)[kArrays]) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x != 0) return;
-#pragma unroll
-    for (int group = 0; group < kCopyGroups; ++group) InitBarrier(&copied_[group], 1);
-    PublishBarriers();
     const bool contiguous = plan.tile == plan.cols;
     const uint32_t bytes = plan.tile * sizeof(T);
     const L2Policy once = EvictFirst();
@@ -273,6 +272,8 @@ class Resident {
     for (int group = 0; group < kCopyGroups; ++group) {
       const uint32_t end = min(GroupEnd(group, plan.turns) * plan.rows, lines_), at_once = contiguous ? end - line : 1;
       const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&copied_[group]));
+      InitBarrier(&copied_[group], 1);
+      PublishBarriers();
       ExpectFromPeers(barrier, (end - line) * bytes * kArrays);
 #pragma unroll 1
       for (; line < end; line += at_once) {

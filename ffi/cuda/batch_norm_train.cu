@@ -26,7 +26,7 @@ __device__ __forceinline__ Known<T> Load(const GroupArrays& arrays, uint32_t inn
 
 template <typename T, bool kResidual, Bits kBits, bool kAlike>
 __global__ void __launch_bounds__(kResidentThreads, 1)
-    BatchNormTrainKernel(const __grid_constant__ GroupArrays arrays, const __grid_constant__ ResidentPlan plan,
+    BatchNormTrainKernel(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
                          uint32_t inner, float epsilon, bool relu) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   Resident<T, 1, kNumbers, kAlike> block(plan, shared_bytes);
@@ -153,7 +153,7 @@ ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const Batc
     if (!*done) return ffi::Error::Success();
     const auto launch = [&](auto alike) {
       return Launch<BatchNormTrainKernel<T, kResidual, kBits, alike>>(
-          device, stream, grid, "BatchNormTrainKernel", arrays, plan, static_cast<uint32_t>(args.shape.inner),
+          device, stream, grid, "BatchNormTrainKernel", plan, arrays, static_cast<uint32_t>(args.shape.inner),
           static_cast<float>(epsilon), relu);
     };
     return IsAlike(args.shape) ? launch(std::true_type()) : launch(std::false_type());

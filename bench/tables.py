@@ -1,11 +1,12 @@
-"""Writes README's tables from the result files: `python -m bench.tables README.md`.
+"""Writes the tables of README and docs from the result files: `python -m bench.tables README.md docs/h100.md`.
 
 A table follows a line `<!-- table: NAME -->` in the page, where NAME is one of `TABLES`.
 """
 
-# ruff: noqa: RUF001  (the page has multiplication signs)
+# ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
 
 import argparse
+import functools
 import pathlib
 import re
 import sys
@@ -58,8 +59,8 @@ def _softmax() -> Rows:
     return rows
 
 
-def _norm() -> Rows:
-    records = _read(*NORMS)
+def _norm(device: str = "h200") -> Rows:
+    records = _read(*NORMS, device=device)
     heads = "bfloat16 rows × columns, float32 parameters | layer_norm forward | backward"
     heads += " | rms_norm forward | backward"
     rows = [heads.split(" | ")]
@@ -84,8 +85,8 @@ def _cross_entropy() -> Rows:
     return rows
 
 
-def _batch_norm() -> Rows:
-    records = _read("batch_norm")
+def _batch_norm(device: str = "h200") -> Rows:
+    records = _read("batch_norm", device=device)
     peers, directions = ("xla", "torch"), ("forward_train", "backward")
     heads = "float16 | forward: time, of copy, XLA, PyTorch | backward | both: XLA, PyTorch"
     rows = [heads.split(" | ")]
@@ -166,17 +167,19 @@ TABLES = {
     "relu": _relu,
     "program": _program,
     "train": _train,
+    "h100/norm": functools.partial(_norm, "h100"),
+    "h100/batch_norm": functools.partial(_batch_norm, "h100"),
 }
 
 
 # ---- what they share ----
 
 
-def _read(*names: str) -> Records:
-    """Records of all these files."""
+def _read(*names: str, device: str = "h200") -> Records:
+    """Records of all these files of a device."""
     records: Records = {}
     for name in names:
-        records |= index(read_json(RESULTS / f"h200-{name}.json"))
+        records |= index(read_json(RESULTS / f"{device}-{name}.json"))
     return records
 
 
@@ -192,9 +195,10 @@ def _cases(records: Records, op: str) -> list[dict]:
 def _cell(
     records: Records, op: str, case: str, direction: str, peers: Sequence[str] = ("xla",)
 ) -> str:
-    """Time, fraction of a copy's rate, and the time of each peer divided by ours."""
+    """Time, fraction of a copy's rate, and the time of each peer divided by ours; – where the peer failed."""
     ours = records[op, case, direction, "jaxnorm"]
-    ratios = [_ratio(records[op, case, direction, peer]["ratio"]) for peer in peers]
+    theirs = [records[op, case, direction, peer] for peer in peers]
+    ratios = ["–" if peer["error"] else _ratio(peer["ratio"]) for peer in theirs]
     return ", ".join([_time(ours["seconds"]), f"{ours['copy_fraction']:.2f}", *ratios])
 
 
@@ -226,12 +230,14 @@ def _megabytes(size: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.tables",
-        description="Write the tables of a page from bench/results/, in place.",
+        description="Write the tables of pages from bench/results/, in place.",
     )
-    parser.add_argument("page", metavar="PAGE", help="README.md")
-    path = pathlib.Path(parser.parse_args(argv).page)
-    path.write_text(fill(path.read_text()))
-    print(f"wrote {path}")
+    parser.add_argument(
+        "pages", metavar="PAGE", nargs="+", type=pathlib.Path, help="README.md docs/h100.md"
+    )
+    for path in parser.parse_args(argv).pages:
+        path.write_text(fill(path.read_text()))
+        print(f"wrote {path}")
     return 0
 
 

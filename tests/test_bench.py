@@ -538,14 +538,17 @@ def test_roofline(tmp_path, x):
         roofline.plot(_run(c=None), str(picture))
 
 
-# ---- the tables of README.md ----
+# ---- the tables of README.md and docs/h100.md ----
 
 
-def test_readme_has_what_was_measured():
-    """Written by `python -m bench.tables README.md`."""
-    page = README.read_text()
-    assert re.findall(r"<!-- table: (.*) -->", page) == list(tables.TABLES)
-    assert tables.fill(page).splitlines() == page.splitlines()
+def test_pages_have_what_was_measured():
+    """Written by `python -m bench.tables README.md docs/h100.md`."""
+    names = []
+    for path in (README, README.parent / "docs" / "h100.md"):
+        page = path.read_text()
+        names += re.findall(r"<!-- table: (.*) -->", page)
+        assert tables.fill(page).splitlines() == page.splitlines()
+    assert names == list(tables.TABLES)
 
 
 def test_tables(tmp_path):

@@ -3,12 +3,12 @@
 // before anything else, and works on them in steps, each when its rows are there. So all blocks run in one wave.
 //
 // For layer_norm that is worth something only with fewer instructions than the sums of a row and its statistics take
-// otherwise. So tensor cores add up. mma.m16n8k16 multiplies a matrix of 16 x 16 by one of 16 x 8 and adds the product to one
-// of 16 x 8 in float32; products of two 16-bit numbers are exact there. Four neighbouring lanes, a quad, hold two rows of
-// the first matrix. A sum does not ask for the order of its terms, so a row of it is whatever the quad has, as it was loaded.
-// With ones for the second matrix, every column of the result has the sums of the rows. With quad i's elements for its
-// column i, the diagonal has the sums of their squares. Three instructions replace 8 conversions, 8 additions and 8
-// multiplications, and add up over a quad, too.
+// otherwise. So tensor cores add up. mma.m16n8k16 multiplies a matrix of 16 x 16 by one of 16 x 8 and adds the product to
+// one of 16 x 8 in float32; products of two 16-bit numbers are exact there, and sums cut off instead of rounded. Four
+// neighbouring lanes, a quad, hold two rows of the first matrix. A sum does not ask for the order of its terms, so a row
+// of it is whatever the quad has, as it was loaded. With ones for the second matrix, every column of the result has the
+// sums of the rows. With quad i's elements for its column i, the diagonal has the sums of their squares. Three
+// instructions replace 8 conversions, 8 additions and 8 multiplications, and add up over a quad, too.
 #include "norm_fwd.cuh"
 
 namespace jaxnorm {
@@ -16,11 +16,12 @@ namespace {
 
 inline constexpr int kSlots = 16;  // of a row, and lanes that it has
 inline constexpr int kWarps = 4, kMaxSteps = 3;
-inline constexpr int kBlocks = 6;                        // of a multiprocessor
-inline constexpr int kQuad = 4;                          // lanes, and rows of a thread in a step
-inline constexpr int kGroups = kWarp / kSlots;           // of lanes that have rows of their own
-inline constexpr int kStepRows = kQuad * kGroups;        // of a warp
-inline constexpr int kShortRows = 16 * 64 / kSlots * 4;  // that norm_fwd_short.cu has at once on a multiprocessor
+inline constexpr int kBlocks = 6;                  // of a multiprocessor
+inline constexpr int kQuad = 4;                    // lanes, and rows of a thread in a step
+inline constexpr int kGroups = kWarp / kSlots;     // of lanes that have rows of their own
+inline constexpr int kStepRows = kQuad * kGroups;  // of a warp
+// That norm_fwd_short.cu has at once on a multiprocessor: of 16 blocks, which their registers allow, 64 threads with 4 rows.
+inline constexpr int kShortRows = 16 * 64 / kSlots * 4;
 
 // result += first * second. Lane 4q + t has of `first` columns 2t, 2t + 1 of rows q (a0) and q + 8 (a1), and columns 8
 // further (a2, a3); of `second` the same rows (b0, b1) of column q; of the result columns 2t, 2t + 1 of rows q and q + 8.

@@ -511,6 +511,9 @@ __device__ __forceinline__ Partial MergeWarp(const Running& running, std::integr
 
 // Of a row in norm_fwd_short.cu.
 inline constexpr int kMaxShortSlots = kWarp;
+// Of a block there, and rows of a thread where a row has `lanes` lanes: measured to be the fastest of 64 to 256, and 1 to 8.
+inline constexpr int kShortThreads = 64;
+constexpr int ShortRows(int lanes) { return lanes < 4 ? lanes : 4; }
 
 // Defined there for the kPlain operations; rows have their parameters in common.
 template <typename Op>

@@ -20,8 +20,8 @@ inline constexpr int kBlocks = 6;                  // of a multiprocessor
 inline constexpr int kQuad = 4;                    // lanes, and rows of a thread in a step
 inline constexpr int kGroups = kWarp / kSlots;     // of lanes that have rows of their own
 inline constexpr int kStepRows = kQuad * kGroups;  // of a warp
-// That norm_fwd_short.cu has at once on a multiprocessor: of 16 blocks, which their registers allow, 64 threads with 4 rows.
-inline constexpr int kShortRows = 16 * 64 / kSlots * 4;
+// That norm_fwd_short.cu has at once on a multiprocessor, in 16 blocks, which their registers allow.
+inline constexpr int kShortRows = 16 * (kShortThreads / kSlots) * ShortRows(kSlots);
 
 // result += first * second. Lane 4q + t has of `first` columns 2t, 2t + 1 of rows q (a0) and q + 8 (a1), and columns 8
 // further (a2, a3); of `second` the same rows (b0, b1) of column q; of the result columns 2t, 2t + 1 of rows q and q + 8.

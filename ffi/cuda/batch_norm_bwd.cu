@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     BatchNormBwdKernel(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
                        float epsilon) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  Resident<T, 2, kNumbers, kAlike> block(plan, shared_bytes);
+  const ResidentTile tile(plan);
+  const Resident<T, 2, kNumbers, kAlike> block(plan, tile, shared_bytes);
   const T* const x = arrays.x.Of<T>(0);
   const T* const dy = arrays.dy.Of<T>(0);
   [[maybe_unused]] const uint8_t* const bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(0);
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       if (turn < block.turns) first_bits[turn] = load_bits(turn);
     }
   }
-  block.Copy({dy, x});
+  tile.Copy<T, 2>(plan, shared_bytes, {dy, x});
 #pragma unroll 1
   for (uint32_t slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
     if (slot >= blockDim.x) known = Load(arrays, block.first_channel + slot);
@@ -94,25 +95,21 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   block.Merge(Numbers::Sum(sum), Numbers::Sum(product),
               [&](uint32_t slot, const Sums& sums) { block.Write(slot, sums); });
 
-  block.Exchange(
-      [&](auto sum) {
-        return Sums{sum([](Sums post, float) { return post.first; }),
-                    sum([](Sums post, float) { return post.second; })};
-      },
-      [&](uint32_t slot, Sums total) {
-        const float factor = block.Number(kFactor, slot), rstd = block.Number(kSlope, slot);
-        const float dscale = total.second * rstd;
-        block.Number(kSlope, slot) = -factor * rstd * dscale * plan.inverse_count;
-        block.Number(kOffset, slot) = -factor * total.first * plan.inverse_count;
-        if (block.sharer == 0) {
-          arrays.dbias.Of<float>(0)[block.first_channel + slot] = total.first;
-          arrays.dscale.Of<float>(0)[block.first_channel + slot] = dscale;
-        }
-      });
+  block.Exchange([](auto sums) { return sums([](Sums post, float) { return post; }); },
+                 [&](uint32_t slot, Sums total) {
+                   const float factor = block.Number(kFactor, slot), rstd = block.Number(kSlope, slot);
+                   const float dscale = total.second * rstd;
+                   block.Number(kSlope, slot) = -factor * rstd * dscale * plan.inverse_count;
+                   block.Number(kOffset, slot) = -factor * total.first * plan.inverse_count;
+                   if (block.sharer == 0) {
+                     arrays.dbias.Of<float>(0)[block.first_channel + slot] = total.first;
+                     arrays.dscale.Of<float>(0)[block.first_channel + slot] = dscale;
+                   }
+                 });
   const uint64_t left_before = threadIdx.x == 0 ? block.Leave() : 0;
   const auto factor = block.Numbers(kFactor), slope = block.Numbers(kSlope), offset = block.Numbers(kOffset);
   T* const dx = arrays.dx.Of<T>(0);
-  ForTurns<4>(block.turns, [&](auto at_once, uint32_t turn) {
+  ForTurns<2>(block.turns, [&](auto at_once, uint32_t turn) {
     Cells<T> g[at_once], v[at_once];
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {

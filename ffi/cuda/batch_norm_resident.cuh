@@ -32,10 +32,14 @@ struct Sums {
   }
 };
 
-// Of `lanes` lanes.
-__device__ __forceinline__ Sums LaneSums(Sums sums, uint32_t lanes) {
-#pragma unroll 1
-  for (uint32_t offset = 1; offset < lanes; offset *= 2) sums += ShuffleXor(sums, offset);
+// Of `lanes` lanes: Sums, or a number.
+template <typename P>
+__device__ __forceinline__ P LaneSums(P sums, uint32_t lanes) {
+#pragma unroll
+  for (uint32_t offset = 1; offset < kWarp; offset *= 2) {
+    if (offset >= lanes) break;
+    sums += ShuffleXor(sums, offset);
+  }
   return sums;
 }
 
@@ -44,15 +48,18 @@ __device__ __forceinline__ Sums LaneSums(Sums sums, uint32_t lanes) {
 struct ResidentPlan {
   // What comes before the copies, in few lines of the constant cache.
   uint32_t cols, lines;
-  uint32_t span;         // lines of a block
-  uint32_t tile;         // columns of a block
-  uint32_t parts;        // tiles of a channel, if it has more than one
-  uint32_t slots;        // channels of a tile
-  uint32_t entry_bytes;  // of shared memory; the numbers of each slot follow, then the cells
-  uint32_t rows;         // lines that a block works on at once
-  uint32_t turns;        // lines that a thread has at most,
-  uint32_t group;        // and in each of the kCopyGroups but the first, which is one turn of 16
-  FastDiv by_sharers, by_parts, by_row_threads, by_rows, by_own_entries;
+  uint32_t span;   // lines of a block
+  uint32_t tile;   // columns of a block
+  uint32_t parts;  // tiles of a channel, if it has more than one
+  FastDiv by_sharers, by_parts;
+  uint32_t first_lines, group_lines;  // of the first of the kCopyGroups, and of each other one
+  uint32_t cells;                     // where these begin in shared memory, behind the numbers of each slot
+  uint32_t numbers;                   // and where those begin, behind the entries
+  uint32_t slots;                     // channels of a tile
+  uint32_t rows;                      // lines that a block works on at once
+  uint32_t turns;                     // lines that a thread has at most,
+  uint32_t first_turns, group_turns;  // in the first group, and in each other one
+  FastDiv by_row_threads, by_rows, by_own_entries;
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.
   uint32_t own_entries;
   uint32_t sharers;               // blocks that share a channel: sharer i has lines i / parts * span and following
@@ -111,8 +118,10 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
         CeilDiv(std::max(slots, alike ? threads : (slots + 1) * own_entries) * int64_t{sizeof(Sums)}, kVecBytes) *
         kVecBytes;
     const int64_t padded_slots = CeilDiv(slots, 4) * 4;
-    const int64_t bytes = entry_bytes + padded_slots * kNumbers * sizeof(float) + span * tile * kArrays * sizeof(T) +
-                          (kBits ? turns * threads : 0);
+    const int64_t cells = entry_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
+    const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits ? turns * threads : 0);
+    // The first group has one turn of 16.
+    const int64_t first_turns = CeilDiv(turns, 16), group_turns = CeilDiv(turns, kCopyGroups - 1);
     uint32_t lane_bits = 0, post_bits = 0;
     while (1 << lane_bits < kWarp && 1 << lane_bits < own_entries && slots << (lane_bits + 1) <= threads) ++lane_bits;
     while (kChannelPosts << post_bits < sharers) ++post_bits;
@@ -133,13 +142,17 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
              .span = narrow(span),
              .tile = narrow(tile),
              .parts = narrow(parts),
-             .slots = narrow(slots),
-             .entry_bytes = narrow(entry_bytes),
-             .rows = narrow(rows),
-             .turns = narrow(turns),
-             .group = narrow(CeilDiv(turns, kCopyGroups - 1)),
              .by_sharers = by(sharers),
              .by_parts = by(parts),
+             .first_lines = narrow(first_turns * rows),
+             .group_lines = narrow(group_turns * rows),
+             .cells = narrow(cells),
+             .numbers = narrow(entry_bytes),
+             .slots = narrow(slots),
+             .rows = narrow(rows),
+             .turns = narrow(turns),
+             .first_turns = narrow(first_turns),
+             .group_turns = narrow(group_turns),
              .by_row_threads = by(row_threads),
              .by_rows = by(rows),
              .by_own_entries = by(own_entries),
@@ -221,7 +234,57 @@ struct ColumnNumbers {
   }
 };
 
-// What a block has, and this thread's cells of `kArrays` arrays in shared memory.
+// What a block has: lines, and of each a tile.
+struct ResidentTile {
+  uint32_t owner;         // of the blocks that share channels
+  uint32_t sharer;        // this block, among those
+  uint32_t lines, begin;  // its lines, and its first element
+  uint64_t* copied;       // barriers of the groups
+
+  __device__ __forceinline__ explicit ResidentTile(const ResidentPlan& plan) {
+    uint32_t part;
+    owner = plan.by_sharers.DivMod(blockIdx.x, &sharer);
+    const uint32_t line = plan.by_parts.DivMod(sharer, &part) * plan.span;
+    lines = min(plan.span, plan.lines - line);
+    begin = line * plan.cols + (owner * plan.parts + part) * plan.tile;
+    __shared__ uint64_t barriers[kCopyGroups];
+    copied = barriers;
+  }
+
+  // Asks for all elements, of arrays that begin at from[0], from[1], ...: by one thread, for whole lines or tiles at a time.
+  // A thread that copied its own would wait until the last copy is under way, instead of looking at the first. To be
+  // followed by __syncthreads, before which no thread waits for a group. So barriers are prepared one by one, and the first
+  // copy waits for one of them.
+  template <typename T, int kArrays>
+  __device__ __forceinline__ void Copy(const ResidentPlan& plan, uint4* shared, const T* const (&from)[kArrays]) const {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x != 0) return;
+    const bool contiguous = plan.tile == plan.cols;
+    const uint32_t bytes = plan.tile * sizeof(T), cells = SharedAddress(shared) + plan.cells;
+    const L2Policy once = EvictFirst();
+    uint32_t line = 0;
+#pragma unroll 1
+    for (int group = 0; group < kCopyGroups; ++group) {
+      const uint32_t end = min(group == 0 ? plan.first_lines : group * plan.group_lines, lines);
+      const uint32_t at_once = contiguous ? end - line : 1, barrier = SharedAddress(&copied[group]);
+      InitBarrier(&copied[group], 1);
+      PublishBarriers();
+      ExpectFromPeers(barrier, (end - line) * bytes * kArrays);
+#pragma unroll 1
+      for (; line < end; line += at_once) {
+#pragma unroll
+        for (int array = 0; array < kArrays; ++array) {
+          CopyBulk(cells + (array * plan.span + line) * bytes, from[array] + (begin + line * plan.cols),
+                   at_once * bytes, barrier, once);
+        }
+      }
+    }
+    if (blockIdx.x == 0) plan.counter->Write({}, plan.tag);
+#endif
+  }
+};
+
+// This thread's cells of a tile, of `kArrays` arrays in shared memory, and what the block knows of its channels.
 template <typename T, int kArrays, int kNumbers, bool kAlike>
 class Resident {
   static constexpr int kVecs = Cells<T>::kVecs;
@@ -234,64 +297,41 @@ class Resident {
   uint32_t first_channel;
   uint32_t held;  // elements of a channel that the block has
 
-  __device__ __forceinline__ Resident(const ResidentPlan& plan, uint4* shared) : plan(plan) {
-    const uint32_t owner = plan.by_sharers.DivMod(blockIdx.x, &sharer);
-    uint32_t part, column;
-    const uint32_t begin = plan.by_parts.DivMod(sharer, &part) * plan.span;
+  __device__ __forceinline__ Resident(const ResidentPlan& plan, const ResidentTile& tile, uint4* shared)
+      : plan(plan), sharer(tile.sharer), copied_(tile.copied) {
+    uint32_t column;
     const uint32_t row = plan.by_row_threads.DivMod(threadIdx.x, &column);
-    lines_ = min(plan.span, plan.lines - begin);
-    first_channel = owner * plan.slots;
-    held = lines_ * (kAlike ? plan.own_entries * kCols : 1);
+    first_channel = tile.owner * plan.slots;
+    held = tile.lines * (kAlike ? plan.own_entries * kCols : 1);
     stride = plan.rows * plan.cols;
-    begin_ = begin * plan.cols + (owner * plan.parts + part) * plan.tile;
-    at = begin_ + row * plan.cols + column * kCols;
-    turns = row < min(plan.rows, lines_) ? plan.by_rows.Div(lines_ - row + plan.rows - 1) : 0;
-    __shared__ uint64_t copied[kCopyGroups];
-    copied_ = copied;
-    numbers_ = reinterpret_cast<float*>(shared + plan.entry_bytes / sizeof(uint4));
+    at = tile.begin + row * plan.cols + column * kCols;
+    turns = row < min(plan.rows, tile.lines) ? plan.by_rows.Div(tile.lines - row + plan.rows - 1) : 0;
     entries_ = reinterpret_cast<Sums*>(shared);
+    numbers_ = reinterpret_cast<float*>(shared + plan.numbers / sizeof(uint4));
     slot_ = kAlike ? plan.by_own_entries.Div(column) : column * kCols;
-    cells_ = SharedAddress(numbers_ + kNumbers * Padded());
+    cells_ = SharedAddress(shared) + plan.cells;
     own_ = cells_ + (row * plan.tile + column * kCols) * sizeof(T);
   }
 
   // ---- Cells ----
 
-  // Asks for all cells, of arrays that begin at from[0], from[1], ...: by one thread, for whole lines or tiles at a time. A
-  // thread that copied its own would wait until the last copy is under way, instead of looking at the first. To be followed
-  // by __syncthreads, before which no thread waits for a group. So barriers are prepared one by one, and the first copy waits
-  // for one of them.
-  __device__ __forceinline__ void Copy(const T* const (&from)[kArrays]) {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x != 0) return;
-    const bool contiguous = plan.tile == plan.cols;
-    const uint32_t bytes = plan.tile * sizeof(T);
-    const L2Policy once = EvictFirst();
-    uint32_t line = 0;
-#pragma unroll 1
-    for (int group = 0; group < kCopyGroups; ++group) {
-      const uint32_t end = min(GroupEnd(group, plan.turns) * plan.rows, lines_), at_once = contiguous ? end - line : 1;
-      const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&copied_[group]));
-      InitBarrier(&copied_[group], 1);
-      PublishBarriers();
-      ExpectFromPeers(barrier, (end - line) * bytes * kArrays);
-#pragma unroll 1
-      for (; line < end; line += at_once) {
-#pragma unroll
-        for (int array = 0; array < kArrays; ++array) {
-          CopyBulk(cells_ + (array * plan.span + line) * bytes, from[array] + (begin_ + line * plan.cols),
-                   at_once * bytes, barrier, once);
-        }
-      }
-    }
-    if (blockIdx.x == 0) plan.counter->Write({}, plan.tag);
-#endif
-  }
-
   // Turns that have been copied when it returns: those of groups up to this one.
   __device__ __forceinline__ uint32_t WaitForGroup(int group) const {
-    WaitForBarrier(static_cast<uint32_t>(__cvta_generic_to_shared(&copied_[group])), 0);
-    return GroupEnd(group, turns);
+    WaitForBarrier(SharedAddress(&copied_[group]), 0);
+    return min(group == 0 ? plan.first_turns : group * plan.group_turns, turns);
+  }
+
+  // The block's first element of a slot, in array 0, when the first group is there; 0 if it is not finite.
+  __device__ __forceinline__ float First(uint32_t slot) const {
+    const T* const cells = reinterpret_cast<const T*>(reinterpret_cast<const char*>(entries_) + plan.cells);
+    return Origin(ToAcc(cells[kAlike ? slot * plan.own_entries * kCols : slot]));
+  }
+  // Those of this thread's columns.
+  __device__ __forceinline__ ColumnNumbers<kAlike> Firsts() const {
+    ColumnNumbers<kAlike> numbers;
+#pragma unroll
+    for (int j = 0; j < numbers.kCount; ++j) numbers[j] = First(slot_ + j);
+    return numbers;
   }
 
   // The cell of array `array` in line `turn`.
@@ -406,8 +446,8 @@ class Resident {
     plan.posts[(first_channel + slot) * plan.sharers + sharer].Write(sums, plan.tag);
   }
 
-  // Calls finish(slot, total) for each slot, by one thread each. total = combine(sum), by several lanes together, where
-  // sum(term) adds up term(post, elements) over all posts of the channel.
+  // Calls finish(slot, total) for each slot, by one thread each. total = combine(sums), by several lanes together, where
+  // sums(term) adds up term(post, elements) over all posts of the channel.
   template <typename Combine, typename Finish>
   __device__ __forceinline__ void Exchange(Combine combine, Finish finish) const {
     ForGroups(plan.post_bits, plan.read_slots, [&](uint32_t slot, uint32_t lane, bool there) {
@@ -429,19 +469,16 @@ class Resident {
           }
         }
       } while (!AllThere(all));
-      const Sums total = combine([&](auto term) {
-        float sum = 0;
+      const auto sums = [&](auto term) {
+        decltype(term(Sums(), 0.f)) own = {};
 #pragma unroll
         for (uint32_t i = 0; i < kChannelPosts; ++i) {
           const uint32_t k = lane + (i << plan.post_bits);
-          const float value = term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
-          sum += k < plan.sharers ? value : 0;
+          if (k < plan.sharers) own += term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
         }
-#pragma unroll 1
-        for (uint32_t offset = 1; offset >> plan.post_bits == 0; offset *= 2)
-          sum += __shfl_xor_sync(kAllLanes, sum, offset);
-        return sum;
-      });
+        return LaneSums(own, 1u << plan.post_bits);
+      };
+      const Sums total = combine(sums);
       if (!there) return;
       if (!plan.relayed) {
         if (lane == 0) entries_[slot] = total;
@@ -490,10 +527,6 @@ class Resident {
     }
   }
 
-  __device__ __forceinline__ uint32_t GroupEnd(int group, uint32_t most) const {
-    return min(group == 0 ? (plan.turns + 15) / 16 : group * plan.group, most);
-  }
-
   __device__ __forceinline__ uint32_t Padded() const { return (plan.slots + 3) / 4 * 4; }
   __device__ __forceinline__ uint32_t Address(int array, uint32_t turn) const {
     return own_ + (array * plan.span + turn * plan.rows) * plan.tile * static_cast<uint32_t>(sizeof(T));
@@ -502,8 +535,6 @@ class Resident {
   float* numbers_;
   Sums* entries_;
   uint64_t* copied_;      // barriers of the groups
-  uint32_t begin_;        // the block's first element
-  uint32_t lines_;        // that it has
   uint32_t slot_;         // of the thread's first column
   uint32_t cells_, own_;  // in shared memory: of the block, and of the thread
 };

@@ -7,8 +7,8 @@
 namespace jaxnorm {
 namespace {
 
-// Numbers of each channel. kCentre: what squares are taken from, first some element, then about the mean of what the block
-// has.
+// Numbers of each channel. kCentre: what squares are taken from, about the mean of what the block has. kOrigin: what all
+// blocks take means from, the channel's first element.
 enum : int { kCentre, kMean, kFactor, kBias, kOrigin, kNumbers };
 
 // Of a channel. As it is loaded: arithmetic would wait for it.
@@ -29,17 +29,21 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     BatchNormTrainKernel(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
                          uint32_t inner, float epsilon, bool relu) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  Resident<T, 1, kNumbers, kAlike> block(plan, shared_bytes);
-  const T* const x = arrays.x.Of<T>(0);
-  block.Copy({x});
-  // By other warps first: behind the copies they would come last.
-  const uint32_t first_slot = (threadIdx.x < kWarp ? blockDim.x : 0) + threadIdx.x - kWarp;
-#pragma unroll 1
-  for (uint32_t slot = first_slot; slot < plan.slots; slot += blockDim.x) {
-    const Known<T> known = Load<T>(arrays, inner, block.first_channel + slot);
-    block.Number(kCentre, slot) = block.Number(kOrigin, slot) = Origin(ToAcc(known.first));
+  const ResidentTile tile(plan);
+  tile.Copy<T, 1>(plan, shared_bytes, {arrays.x.Of<T>(0)});
+  const Resident<T, 1, kNumbers, kAlike> block(plan, tile, shared_bytes);
+  // What the channels are given comes behind the copies, so it is looked at last.
+  const auto keep = [&](uint32_t slot, const Known<T>& known) {
+    block.Number(kOrigin, slot) = Origin(ToAcc(known.first));
     block.Number(kFactor, slot) = known.scale;
     block.Number(kBias, slot) = known.bias;
+  };
+  const uint32_t own_slot = (threadIdx.x < kWarp ? blockDim.x : 0) + threadIdx.x - kWarp;  // by other warps first
+  Known<T> own;
+  if (own_slot < plan.slots) own = Load<T>(arrays, inner, block.first_channel + own_slot);
+#pragma unroll 1
+  for (uint32_t slot = own_slot + blockDim.x; slot < plan.slots; slot += blockDim.x) {
+    keep(slot, Load<T>(arrays, inner, block.first_channel + slot));
   }
   __syncthreads();
 
@@ -48,7 +52,8 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   const float inverse_held = 1 / static_cast<float>(block.held);
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
-    const auto centre = block.Numbers(kCentre);
+    block.WaitForGroup(0);
+    const auto centre = pass == 0 ? block.Firsts() : block.Numbers(kCentre);
     float sum[kCols] = {}, square[kCols] = {};
     uint32_t turn = 0;
 #pragma unroll 1
@@ -70,15 +75,16 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll
       for (float& number : sum) number *= weight;
     }
+    if (pass == 1 && own_slot < plan.slots) keep(own_slot, own);
     using Numbers = ColumnNumbers<kAlike>;
     block.Merge(Numbers::Sum(sum), Numbers::Sum(square), [&](uint32_t slot, const Sums& sums) {
-      const float mean = sums.first * inverse_held, origin = block.Number(kOrigin, slot);
+      const float mean = sums.first * inverse_held;
       float& centre = block.Number(kCentre, slot);
       if (pass == 0) {
-        centre = Origin(origin + mean);
+        centre = Origin(block.First(slot) + mean);
       } else {
         const float m2 = max(sums.second - sums.first * mean, 0.f) + (mean - mean);  // max drops NaN
-        block.Write(slot, {(centre - origin) + mean, m2});
+        block.Write(slot, {(centre - block.Number(kOrigin, slot)) + mean, m2});
       }
     });
   }
@@ -91,9 +97,9 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   }
 
   block.Exchange(
-      [&](auto sum) {
-        const float shift = sum([](Sums post, float count) { return count * post.first; }) * plan.inverse_count;
-        const float var = sum([&](Sums post, float count) {
+      [&](auto sums) {
+        const float shift = sums([](Sums post, float count) { return count * post.first; }) * plan.inverse_count;
+        const float var = sums([&](Sums post, float count) {
           const float distance = post.first - shift;
           return post.second + count * distance * distance;
         });
@@ -112,7 +118,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
   T* const y = arrays.y.Of<T>(0);
   uint8_t* const bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(0);
-  ForTurns<4>(block.turns, [&](auto at_once, uint32_t turn) {
+  ForTurns<2>(block.turns, [&](auto at_once, uint32_t turn) {
     Cells<T> cells[at_once];
     [[maybe_unused]] Cells<T> residuals[at_once];
 #pragma unroll

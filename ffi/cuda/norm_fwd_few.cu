@@ -25,21 +25,13 @@ struct FewMoments {
 template <typename Acc>
 struct FewPlan {
   int rows = 1;
-  int chunks = 1;
   int chunk_slots = 0;
+  FastDiv by_chunks;
   Post<FewMoments<Acc>>* posts = nullptr;  // of each block and row
   uint64_t tag = 0;
-};
 
-// For the copies of row r: each row's are one group.
-template <int kRow = 0>
-__device__ __forceinline__ void WaitForRow(int r) {
-  if (r == kRow) {
-    CopyWait<kFewRows - 1 - kRow>();
-  } else if constexpr (kRow + 1 < kFewRows) {
-    WaitForRow<kRow + 1>(r);
-  }
-}
+  __device__ __forceinline__ int Chunks() const { return static_cast<int>(by_chunks.divisor()); }  // of a row
+};
 
 // Of a row, from what its blocks have posted; by a warp. Every block waits for this: how many elements each has is known,
 // so two sums over lanes are all that it takes.
@@ -49,7 +41,7 @@ __device__ __forceinline__ typename Op::Final FinishPosts(const Op& op, Center c
                                                           const FewPlan<typename Op::Acc>& plan) {
   using Acc = typename Op::Acc;
   FewMoments<Acc> values[kLanePosts];
-  ReadPosts(posts, plan.chunks, plan.tag, values);
+  ReadPosts(posts, plan.Chunks(), plan.tag, values);
   // 0 beside the posts.
   const int chunk_cols = plan.chunk_slots * Op::kVec, begin = threadIdx.x % kWarp * chunk_cols;
   const auto count = [&](int i) {
@@ -81,7 +73,7 @@ __device__ __forceinline__ typename Op::Final FinishPosts(const Op& op, Center c
 
 template <typename Op, bool kCenter>
 __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
-    NormFwdFewKernel(const __grid_constant__ Op op, const FewPlan<typename Op::Acc> plan) {
+    NormFwdFewKernel(const FewPlan<typename Op::Acc> plan, const __grid_constant__ Op op) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
   using V = Vec<T, Op::kVec>;
@@ -92,13 +84,13 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
   __shared__ Partial shared_parts[kRows][kFewWarps];
   __shared__ typename Op::Final shared_final[kRows];
   __shared__ uint64_t summed[kRows], known[kRows];  // barriers: the block's share of a row, and its final
-  const int group = blockIdx.x / plan.chunks, chunk = blockIdx.x - group * plan.chunks;
-  const int64_t first_row = int64_t{group} * plan.rows;
-  const int rows = static_cast<int>(min(op.rows - first_row, static_cast<int64_t>(plan.rows)));
+  uint32_t chunk;
+  const uint32_t group = plan.by_chunks.DivMod(blockIdx.x, &chunk);
+  const int first_row = group * plan.rows, rows = min(static_cast<int>(op.rows) - first_row, plan.rows);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
   const int begin = chunk * plan.chunk_slots, slots = min(plan.chunk_slots, op.cols / kVec - begin);
-  const int64_t offset = first_row * op.cols + int64_t{begin} * kVec;
+  const int64_t offset = int64_t{first_row} * op.cols + begin * kVec;
   const uint32_t own = SharedAddress(shared_bytes) + threadIdx.x * kVecBytes;
   const uint32_t row_bytes = plan.chunk_slots * kVecBytes;
   constexpr uint32_t kTurnBytes = kFewThreads * kVecBytes;  // from one of a thread's slots to the next
@@ -137,7 +129,7 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     WaitForBarrier(SharedAddress(&summed[r]), 0);
     Partial part[] = {lane < kFewWarps ? shared_parts[r][lane] : Partial::Identity()};
     op.MergeLanes(variant, part, kWarp, block_count, inverse_block_count);
-    Post<FewMoments<Acc>>* const posts = plan.posts + (int64_t{group} * kRows + r) * plan.chunks;
+    Post<FewMoments<Acc>>* const posts = plan.posts + (group * kRows + r) * plan.Chunks();
     if (lane == 0) posts[chunk].Write({part[0].mean, part[0].squares}, plan.tag);
     const auto final = FinishPosts<Op>(op, variant, posts, plan);
     int left_before = 0;
@@ -147,7 +139,7 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
       if (chunk == 0) op.StoreStatistics(variant, first_row + r, final);
       left_before = posts[0].Count();
     }
-    ClearAfterLast(posts, plan.chunks, left_before);
+    ClearAfterLast(posts, plan.Chunks(), left_before);
     return;
   }
 
@@ -155,11 +147,15 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
   const int own_slots = max(slots - static_cast<int>(threadIdx.x) + kFewThreads - 1, 0) / kFewThreads;
   const Acc count = LaneReduce(static_cast<Acc>(own_slots * kVec), kWarp, [](Acc a, Acc b) { return a + b; });
   const Acc inverse = Partial::Inverse(count);
+  // Not unrolled: the instructions for the last rows, for which all wait, have been fetched for the first ones.
+#pragma unroll 1
+  for (int r = 0; r < rows; r += kTogether) {
+    // Each row's copies are one group. Empty groups take the places of those that have come, so that it is always as many
+    // that may still be on their way.
+    CopyWait<kRows - kTogether>();
 #pragma unroll
-  for (int r = 0; r < kRows; r += kTogether) {
-    if (r >= rows) break;
+    for (int p = 0; p < kTogether; ++p) CopyCommit();
     typename Op::template Running<kTogether> running = {};
-    WaitForRow(r + kTogether - 1);
     uint32_t from[kTogether];
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) from[p] = own + min(r + p, rows - 1) * row_bytes;
@@ -195,6 +191,7 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     }
     jaxnorm::Store(op.y + (offset + r * int64_t{op.cols} + slot * kVec), RoundVec<T>(out));
   };
+#pragma unroll 1
   for (int r = 0; r < rows; ++r) {
     WaitForBarrier(SharedAddress(&known[r]), 0);
     const auto final = shared_final[r];
@@ -217,20 +214,21 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, i
   if (groups > device.sms || op.Has(1)) return false;
   FewPlan<Acc> plan = {.rows = static_cast<int>(CeilDiv(op.rows, groups))};
   plan.chunk_slots = static_cast<int>(PartSlots(slots, std::min(device.sms / groups, int64_t{kMaxPosts})));
-  plan.chunks = static_cast<int>(CeilDiv(slots, plan.chunk_slots));
+  const int64_t chunks = CeilDiv(slots, plan.chunk_slots);
+  plan.by_chunks = FastDiv(static_cast<int32_t>(chunks));
   const int64_t shared_bytes = int64_t{plan.chunk_slots} * kVecBytes * plan.rows;
-  const int64_t posts = groups * kFewRows * plan.chunks;
+  const int64_t posts = groups * kFewRows * chunks;
   if (shared_bytes > device.max_shared_bytes - kStaticSharedBytes ||
       posts * static_cast<int64_t>(sizeof(*plan.posts)) > static_cast<int64_t>(scratch.size_bytes())) {
     return false;
   }
   plan.posts = static_cast<Post<FewMoments<Acc>>*>(scratch.untyped_data());
   plan.tag = LaunchTag();
-  const Grid grid = {.blocks = groups * plan.chunks,
+  const Grid grid = {.blocks = groups * chunks,
                      .threads = kFewThreads + kFewRows * kWarp,
                      .shared_bytes = static_cast<int>(shared_bytes),
                      .cooperative = true};
-  *status = Launch<NormFwdFewKernel<Op, kCenter>>(device, stream, grid, name, op, plan);
+  *status = Launch<NormFwdFewKernel<Op, kCenter>>(device, stream, grid, name, plan, op);
   return true;
 }
 

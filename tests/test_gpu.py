@@ -134,6 +134,20 @@ def test_layer_norm_of_many_long_rows_is_each_row_alone():
     assert np.isnan(y[[31, 46, 2202]]).all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape", [(12, 131072), (5, 2097152), (403, 9216), (403, 9001), (203, 20480), (2203, 19711)]
+)
+def test_layer_norm_of_rows_that_begin_far_from_their_mean(dtype, shape):
+    """Sums are of distances from what comes first; and a row without deviations has none, wherever it is cut."""
+    x = np.array(rand(shape, dtype))
+    x[:, :8] = 300
+    test_norm.check("layer_norm", jnp.asarray(x), "float32")
+    x[1] = 7.1
+    y = np.array(jaxnorm.layer_norm(jnp.asarray(x), implementation="kernel"), np.float32)
+    assert (y[1] == 0).all()
+
+
 @pytest.mark.parametrize("op", cases.NORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("residual", [False, True])

@@ -73,21 +73,45 @@ struct Moments {
     return {count, fma(delta, weight, a.mean), fma(delta, delta * (a.count * weight), a.squares + b.squares)};
   }
 
+  // Of `count` elements, from the sums of their distances from a pivot and of the squares of these, and 1 / count.
+  static __device__ __forceinline__ Moments FromPivot(Acc count, Acc inverse, Acc pivot, Acc sum, Acc squares) {
+    const Acc shift = sum * inverse, rest = fma(-sum, shift, squares);
+    return {count, pivot + shift, rest < 0 ? Acc(0) : rest};  // not fmax, which would drop NaN
+  }
+
+  // Whether a pivot was so far away that more than three bits of `rest`, what is left of the squares of distances from it,
+  // are lost. Not if they are no numbers.
+  static __device__ __forceinline__ bool Lost(Acc squares, Acc rest) { return 8 * rest < squares; }
+
   // All lanes at once: sums, unlike Merge, give all of them the same bits. Means are summed as distances from that of
   // the first lane which has any, so that equal ones stay as they are.
   static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
     const unsigned counting = __ballot_sync(kAllLanes, p.count != 0) >> (threadIdx.x % kWarp & -width);
     const Acc count = LaneReduce(p.count, width, [](Acc a, Acc b) { return a + b; });
-    return MergeLanes(p, width, __ffs(counting) - 1, count, Inverse(count));
+    return MergeLanes({p}, width, __ffs(counting) - 1, count, Inverse(count));
   }
 
-  // Given the first lane that has any, the count of all, and 1 / count.
-  static __device__ __forceinline__ Moments MergeLanes(Moments p, int width, int first, Acc count, Acc inverse) {
+  // Several of each lane, given the first lane that has any, the count of all, and 1 / count. Both sums at once, as squares
+  // about the mean of all would have to wait for that; once more about the mean if the pivot turns out to be far from it.
+  template <int kN>
+  static __device__ __forceinline__ Moments MergeLanes(const Moments (&p)[kN], int width, int first, Acc count,
+                                                       Acc inverse) {
     const auto add = [](Acc a, Acc b) { return a + b; };
-    const Acc pivot = __shfl_sync(kAllLanes, p.mean, first, width);
-    const Acc shift = LaneReduce(p.count * (p.mean - pivot), width, add) * inverse;
-    const Acc mean = pivot + shift, delta = p.mean - mean;
-    return {count, mean, LaneReduce(fma(delta, delta * p.count, p.squares), width, add)};
+    Acc pivot = __shfl_sync(kAllLanes, p[0].mean, first, width);
+#pragma unroll 1
+    for (bool again = true;; again = false) {
+      Acc sum = 0, squares = 0;
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        const Acc distance = p[i].mean - pivot, part = p[i].count * distance;
+        sum += part;
+        squares += fma(part, distance, p[i].squares);
+      }
+      squares = LaneReduce(squares, width, add);
+      const Moments all = FromPivot(count, inverse, pivot, LaneReduce(sum, width, add), squares);
+      if (!again || !__any_sync(kAllLanes, Lost(squares, all.squares))) return all;
+      pivot = all.mean;
+    }
   }
 };
 
@@ -320,16 +344,21 @@ struct NormFwd {
 
   // ---- Running sums, for rows that a thread has many slots of ----
 
-  // Sums of the deviations from a pivot and of their squares: three operations for each element and nothing to merge.
-  // The pivot is the mean of this thread's first slot, if it has no element before. However far it lies from the
-  // mean of all, its own elements add as much to the squares, each, so that no more than the ratio of the two counts
-  // is lost to cancellation.
+  // Sums of the distances from a pivot, which all threads of a warp have in common, and of their squares: three operations for
+  // each element and nothing to merge.
   template <int kN>
   struct Running {
-    Acc count;
-    Acc pivot[kN], sum[kN], squares[kN];
+    Acc pivot[kN];
+    Acc sum[kN] = {}, squares[kN] = {};
   };
 
+  // An element of row r.
+  template <typename Center, int kN>
+  __device__ __forceinline__ void Accumulate(Center center, Acc value, int r, Running<kN>& running) const {
+    const Acc d = center ? value - running.pivot[r] : value;
+    if (center) running.sum[r] += d;
+    running.squares[r] = fma(d, d, running.squares[r]);
+  }
   // A slot of each of kN rows.
   template <typename Center, int kN>
   __device__ __forceinline__ void Accumulate(Center center, const Vec<T, kVec> (&slots)[kN],
@@ -337,59 +366,29 @@ struct NormFwd {
     Acc values[kN][kVec];
 #pragma unroll
     for (int r = 0; r < kN; ++r) ToAccAll(slots[r], values[r]);
-    if (center && running.count == 0) {
-#pragma unroll
-      for (int r = 0; r < kN; ++r) {
-        // Exact if they are equal: then their variance is 0.
-        Acc sums[kVec];
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sums[i] = values[r][i];
-#pragma unroll
-        for (int n = kVec / 2; n > 0; n /= 2) {
-#pragma unroll
-          for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
-        }
-        running.pivot[r] = sums[0] * (Acc(1) / kVec);
-      }
-    }
-    running.count += static_cast<Acc>(kVec);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
 #pragma unroll
-      for (int r = 0; r < kN; ++r) {
-        const Acc d = center ? values[r][i] - running.pivot[r] : values[r][i];
-        if (center) running.sum[r] += d;
-        running.squares[r] = fma(d, d, running.squares[r]);
-      }
+      for (int r = 0; r < kN; ++r) Accumulate(center, values[r][i], r, running);
     }
   }
 
-  // Those of the thread.
-  template <typename Center, int kN>
-  __device__ __forceinline__ void Totals(Center center, const Running<kN>& running, Partial (&totals)[kN]) const {
-    const Acc inverse = Partial::Inverse(running.count);
-#pragma unroll
-    for (int r = 0; r < kN; ++r) {
-      totals[r] = {running.count, 0, running.squares[r]};
-      if (!center) continue;
-      const Acc shift = running.sum[r] * inverse;
-      totals[r].mean = running.pivot[r] + shift;
-      const Acc squares = fma(-running.sum[r], shift, running.squares[r]);
-      totals[r].squares = squares < 0 ? Acc(0) : squares;  // not fmax, which would drop NaN
-    }
+  // A pivot: exact if all elements are equal, whose variance is then 0.
+  static __device__ __forceinline__ Acc MeanOfSlot(const Vec<T, kVec>& slot) {
+    Acc values[kVec];
+    ToAccAll(slot, values);
+    return TreeSum(values) * (Acc(1) / kVec);
   }
 
   // Given the count of all, and 1 / count.
   template <typename Center, int kN>
-  __device__ __forceinline__ void MergeLanes(Center center, Partial (&p)[kN], int width, Acc count, Acc inverse) const {
+  __device__ __forceinline__ Partial MergeLanes(Center center, const Partial (&p)[kN], int width, Acc count,
+                                                Acc inverse) const {
+    if (center) return Partial::MergeLanes(p, width, 0, count, inverse);
+    Acc squares = 0;
 #pragma unroll
-    for (int r = 0; r < kN; ++r) {
-      if (center) {
-        p[r] = Partial::MergeLanes(p[r], width, 0, count, inverse);
-      } else {
-        p[r] = {count, 0, LaneReduce(p[r].squares, width, [](Acc a, Acc b) { return a + b; })};
-      }
-    }
+    for (int i = 0; i < kN; ++i) squares += p[i].squares;
+    return {count, 0, LaneReduce(squares, width, [](Acc a, Acc b) { return a + b; })};
   }
 
   template <typename Center>
@@ -474,38 +473,62 @@ struct NormFwd {
   }
 };
 
-// What a warp has of each row: lane i gets that of row i / (kWarp / kRows). Each thread's sums are brought from its pivot
-// to the mean of all, which is itself summed as a distance from one thread's pivot: equal elements have exactly that mean
-// and no deviations.
-template <bool kCenter, typename Partial, typename Running, int kRows>
-__device__ __forceinline__ Partial MergeWarp(const Running& running, std::integral_constant<int, kRows>, int lane) {
-  using Acc = decltype(Partial::count);
-  constexpr int kLanes = kWarp / kRows;
-  const int first = __ffs(__ballot_sync(kAllLanes, running.count != 0)) - 1;  // that has any elements
-  const Acc count = LaneReduce(running.count, kWarp, [](Acc a, Acc b) { return a + b; });
-  Acc numbers[kRows];
+// How many elements of a row a warp has, and 1 / that.
+template <typename Acc>
+struct WarpCount {
+  Acc count, inverse;
+
+  // By all lanes, each with its own.
+  static __device__ __forceinline__ WarpCount Of(Acc own) {
+    const Acc count = LaneReduce(own, kWarp, [](Acc a, Acc b) { return a + b; });
+    return {count, Moments<Acc>::Inverse(count)};
+  }
+};
+
+// What a warp has of each of kRows rows: lane i gets that of row i / (kWarp / kRows). accumulate(running) adds up the thread's
+// elements, about `pivots`, and once more about their means if a pivot turns out to be far from these.
+template <typename Op, bool kCenter, int kRows, typename F>
+__device__ __forceinline__ typename Op::Partial SumWarp(const typename Op::Acc (&pivots)[kRows],
+                                                        const WarpCount<typename Op::Acc>& all, int lane,
+                                                        F accumulate) {
+  using Acc = typename Op::Acc;
+  using Partial = typename Op::Partial;
+  using Running = typename Op::template Running<kRows>;
   if constexpr (!kCenter) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) numbers[r] = running.squares[r];
-    return {count, 0, SumOverLanes<kWarp>(numbers, lane)};
+    Running running;
+    accumulate(running);
+    return {all.count, 0, SumOverLanes<kWarp>(running.squares, lane)};
   } else {
-    Acc means[kRows];
+    constexpr int kLanes = kWarp / kRows;  // of a row: the first half of them gets its sum, the others that of squares
+    bool lost = false;
+    const auto sum_about = [&](const Acc(&pivots)[kRows]) {
+      Running running;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      means[r] = __shfl_sync(kAllLanes, running.pivot[r], first);
-      numbers[r] = fma(running.count, running.pivot[r] - means[r], running.sum[r]);
-    }
-    const Acc shift = SumOverLanes<kWarp>(numbers, lane) * Partial::Inverse(count);
-    Acc mean = 0;
+      for (int r = 0; r < kRows; ++r) running.pivot[r] = pivots[r];
+      accumulate(running);
+      Acc numbers[2 * kRows], pivot = 0;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      means[r] += __shfl_sync(kAllLanes, shift, r * kLanes);
-      mean = lane / kLanes == r ? means[r] : mean;
-      const Acc offset = running.pivot[r] - means[r];
-      numbers[r] = fma(offset, fma(running.count, offset, 2 * running.sum[r]), running.squares[r]);
+      for (int r = 0; r < kRows; ++r) {
+        numbers[2 * r] = running.sum[r];
+        numbers[2 * r + 1] = running.squares[r];
+        const Acc of_row = Kept(pivots[r]);  // else the choice is made in memory
+        pivot = lane / kLanes == r ? of_row : pivot;
+      }
+      const Acc own = SumOverLanes<kWarp>(numbers, lane), other = __shfl_xor_sync(kAllLanes, own, kLanes / 2);
+      const bool has_squares = lane & kLanes / 2;
+      const Acc sum = has_squares ? other : own, squares = has_squares ? own : other;
+      const auto part = Partial::FromPivot(all.count, all.inverse, pivot, sum, squares);
+      lost = Partial::Lost(squares, part.squares);
+      return part;
+    };
+    auto part = sum_about(pivots);
+    if (__any_sync(kAllLanes, lost)) {
+      Acc means[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) means[r] = __shfl_sync(kAllLanes, part.mean, r * kLanes);
+      part = sum_about(means);
     }
-    const Acc squares = SumOverLanes<kWarp>(numbers, lane);
-    return {count, mean, squares < 0 ? Acc(0) : squares};  // not fmax, which would drop NaN
+    return part;
   }
 }
 

@@ -136,17 +136,11 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
   copy(0, half);
   copy(half, slots);
 
-  typename Op::template Running<kRows> running = {};
-  if (kRagged && edge >= 0) {
-    running.count = 1;
+  if (kRagged && edge >= 0 && inputs > 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (inputs > 1) {
-        edges[r] = AddRounded(Vec<T, 2>{edges[r]}, Vec<T, 2>{added_edges[r]}).v[0];
-        sum[edge - lead + r * stride] = edges[r];
-      }
-      running.pivot[r] = ToAcc(edges[r]);
-      if (!kCenter) running.squares[r] = running.pivot[r] * running.pivot[r];
+      edges[r] = AddRounded(Vec<T, 2>{edges[r]}, Vec<T, 2>{added_edges[r]}).v[0];
+      sum[edge - lead + r * stride] = edges[r];
     }
   }
   if (const int i = edge_lane(); i >= 0 && i < kEdges) {
@@ -160,34 +154,27 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
   if (thread == 0) shared.first_row[group] = first_row;
   if (plan.cluster > 1) ClusterWait();
 
-#pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = threads / kWarp;
+  const auto own_slots = [&](int from, int to) { return max(to - from - thread + threads - 1, 0) / threads; };
+  const int own_count = (own_slots(0, half) + own_slots(half, slots)) * kVec + (kRagged && edge >= 0 ? 1 : 0);
+  const auto all = WarpCount<Acc>::Of(static_cast<Acc>(own_count));
+  // For the copies of a turn, which are a group; and adds the residual.
+  const auto wait = [&](int turn) {
     if (turn == 0) {
       CopyWait<1>();
     } else {
       CopyWait<0>();
     }
-    const int from = (turn == 0 ? 0 : half) + thread, to = turn == 0 ? half : slots;
-    if (inputs > 1) {
-#pragma unroll 1
-      for (int slot = from; slot < to; slot += threads) {
+    if (inputs == 1) return;
+    for (int slot = (turn == 0 ? 0 : half) + thread; slot < (turn == 0 ? half : slots); slot += threads) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const V added = AddRounded(LoadShared<V>(at(r, slot, 0)), LoadShared<V>(at(r, slot, 1)));
-          StoreShared(at(r, slot, 0), added);
-          jaxnorm::Store(sum + slot * kVec + r * stride, added);
-        }
+      for (int r = 0; r < kRows; ++r) {
+        const V added = AddRounded(LoadShared<V>(at(r, slot, 0)), LoadShared<V>(at(r, slot, 1)));
+        StoreShared(at(r, slot, 0), added);
+        jaxnorm::Store(sum + slot * kVec + r * stride, added);
       }
     }
-#pragma unroll 1
-    for (int slot = from; slot < to; slot += threads) {
-      V rows[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) rows[r] = LoadShared<V>(at(r, slot, 0));
-      op.Accumulate(center, rows, running);
-    }
-  }
-
+  };
   Acc factor[kVec], shift[kVec] = {};
   const auto load_parameters = [&](int slot) {
     const int first = first_column + (slot < slots ? slot : 0) * kVec;
@@ -201,10 +188,36 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
       op.Parameters(scale, bias, first, factor, shift);
     }
   };
+  int turns = 0;  // that have come
+  wait(turns++);
+  Acc pivots[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    // Lane 0 has a slot of this turn if any lane has one.
+    if (kCenter) {
+      pivots[r] = __shfl_sync(kAllLanes, thread < half ? Op::MeanOfSlot(LoadShared<V>(at(r, thread, 0))) : Acc(0), 0);
+    }
+  }
+  const Partial own = SumWarp<Op, kCenter>(pivots, all, lane, [&](auto& running) {
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == turns) wait(turns++);
+      const int to = turn == 0 ? half : slots;
+#pragma unroll 1
+      for (int slot = (turn == 0 ? 0 : half) + thread; slot < to; slot += threads) {
+        V rows[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) rows[r] = LoadShared<V>(at(r, slot, 0));
+        op.Accumulate(center, rows, running);
+      }
+    }
+    if (kRagged && edge >= 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) op.Accumulate(center, ToAcc(edges[r]), r, running);
+    }
+  });
   // Lane (q, i) merges what warp i, and then block i, has of row q.
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = threads / kWarp;
   const int q = lane / kLanes, i = lane % kLanes, first_warp = group * warps;
-  const Partial own = MergeWarp<kCenter, Partial>(running, std::integral_constant<int, kRows>(), lane);
   if (i == 0) shared.warps[q][warp] = own;
   load_parameters(thread);  // on their way while the sums meet
   const Acc cols = static_cast<Acc>(op.cols);
@@ -215,15 +228,15 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
     inverse = Partial::Inverse(count);
   }
   __syncthreads();
-  Partial total[] = {i < warps ? shared.warps[q][first_warp + i] : Partial::Identity()};
-  op.MergeLanes(center, total, kLanes, count, inverse);
+  const Partial of_warp[] = {i < warps ? shared.warps[q][first_warp + i] : Partial::Identity()};
+  Partial total = op.MergeLanes(center, of_warp, kLanes, count, inverse);
   if (plan.cluster > 1) {
-    if (warp == 0 && i < plan.cluster) SendToPeer(&shared.blocks[q][rank], &shared.barrier, i, total[0]);
+    if (warp == 0 && i < plan.cluster) SendToPeer(&shared.blocks[q][rank], &shared.barrier, i, total);
     ReceiveFromPeers(&shared.barrier, plan.cluster * kRows * static_cast<int>(sizeof(Partial)), 0);
-    total[0] = i < plan.cluster ? shared.blocks[q][i] : Partial::Identity();
-    op.MergeLanes(center, total, kLanes, cols, op.inverse_cols);
+    const Partial of_block[] = {i < plan.cluster ? shared.blocks[q][i] : Partial::Identity()};
+    total = op.MergeLanes(center, of_block, kLanes, cols, op.inverse_cols);
   }
-  const typename Op::Final of_row = {total[0].mean, InverseSqrt(fma(total[0].squares, op.inverse_cols, op.epsilon))};
+  const typename Op::Final of_row = {total.mean, InverseSqrt(fma(total.squares, op.inverse_cols, op.epsilon))};
   if (rank == 0 && warp == first_warp && i == 0) {
     op.StoreStatistics(center, shared.first_row[group] + q * kStep, of_row);
   }

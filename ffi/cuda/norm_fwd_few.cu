@@ -33,8 +33,7 @@ struct FewPlan {
   __device__ __forceinline__ int Chunks() const { return static_cast<int>(by_chunks.divisor()); }  // of a row
 };
 
-// Of a row, from what its blocks have posted; by a warp. Every block waits for this: how many elements each has is known,
-// so two sums over lanes are all that it takes.
+// Of a row, from what its blocks have posted; by a warp. Every block waits for this: how many elements each has is known.
 template <typename Op, typename Center>
 __device__ __forceinline__ typename Op::Final FinishPosts(const Op& op, Center center,
                                                           const Post<FewMoments<typename Op::Acc>>* posts,
@@ -42,33 +41,16 @@ __device__ __forceinline__ typename Op::Final FinishPosts(const Op& op, Center c
   using Acc = typename Op::Acc;
   FewMoments<Acc> values[kLanePosts];
   ReadPosts(posts, plan.Chunks(), plan.tag, values);
-  // 0 beside the posts.
   const int chunk_cols = plan.chunk_slots * Op::kVec, begin = threadIdx.x % kWarp * chunk_cols;
-  const auto count = [&](int i) {
-    return static_cast<Acc>(max(min(op.cols - (begin + i * (kWarp * chunk_cols)), chunk_cols), 0));
-  };
-  const auto add = [](Acc a, Acc b) { return a + b; };
-  // The means as distances from one of them, so that equal ones stay as they are.
-  const Acc pivot = center ? __shfl_sync(kAllLanes, values[0].mean, 0) : Acc(0);
-  Acc mean = pivot;
-  if (center) {
-    Acc sum = 0;
-#pragma unroll
-    for (int i = 0; i < kLanePosts; ++i) {
-      if (const Acc n = count(i); n > 0) sum = fma(n, values[i].mean - pivot, sum);
-    }
-    mean += LaneReduce(sum, kWarp, add) * op.inverse_cols;
-  }
-  Acc squares = 0;
+  typename Op::Partial parts[kLanePosts];
 #pragma unroll
   for (int i = 0; i < kLanePosts; ++i) {
-    const Acc n = count(i);
-    if (n == 0) continue;
-    const Acc delta = center ? values[i].mean - mean : Acc(0);
-    squares += fma(delta, delta * n, values[i].squares);
+    const int count = max(min(op.cols - (begin + i * (kWarp * chunk_cols)), chunk_cols), 0);  // 0 beside the posts
+    if (count == 0) values[i] = {};
+    parts[i] = {static_cast<Acc>(count), values[i].mean, values[i].squares};
   }
-  squares = LaneReduce(squares, kWarp, add);
-  return {mean, InverseSqrt(fma(squares, op.inverse_cols, op.epsilon))};
+  const auto all = op.MergeLanes(center, parts, kWarp, static_cast<Acc>(op.cols), op.inverse_cols);
+  return {all.mean, InverseSqrt(fma(all.squares, op.inverse_cols, op.epsilon))};
 }
 
 template <typename Op, bool kCenter>
@@ -127,10 +109,10 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     if (r >= rows) return;
     const Acc block_count = static_cast<Acc>(slots * kVec), inverse_block_count = Partial::Inverse(block_count);
     WaitForBarrier(SharedAddress(&summed[r]), 0);
-    Partial part[] = {lane < kFewWarps ? shared_parts[r][lane] : Partial::Identity()};
-    op.MergeLanes(variant, part, kWarp, block_count, inverse_block_count);
+    const Partial of_warp[] = {lane < kFewWarps ? shared_parts[r][lane] : Partial::Identity()};
+    const Partial part = op.MergeLanes(variant, of_warp, kFewWarps, block_count, inverse_block_count);
     Post<FewMoments<Acc>>* const posts = plan.posts + (group * kRows + r) * plan.Chunks();
-    if (lane == 0) posts[chunk].Write({part[0].mean, part[0].squares}, plan.tag);
+    if (lane == 0) posts[chunk].Write({part.mean, part.squares}, plan.tag);
     const auto final = FinishPosts<Op>(op, variant, posts, plan);
     int left_before = 0;
     if (lane == 0) {
@@ -143,10 +125,10 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     return;
   }
 
-  // Of a warp's elements, as many in each row.
+  // As many elements in each row.
   const int own_slots = max(slots - static_cast<int>(threadIdx.x) + kFewThreads - 1, 0) / kFewThreads;
-  const Acc count = LaneReduce(static_cast<Acc>(own_slots * kVec), kWarp, [](Acc a, Acc b) { return a + b; });
-  const Acc inverse = Partial::Inverse(count);
+  const auto all = WarpCount<Acc>::Of(static_cast<Acc>(own_slots * kVec));
+  constexpr int kLanes = kWarp / kTogether;
   // Not unrolled: the instructions for the last rows, for which all wait, have been fetched for the first ones.
 #pragma unroll 1
   for (int r = 0; r < rows; r += kTogether) {
@@ -155,29 +137,29 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
     CopyWait<kRows - kTogether>();
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) CopyCommit();
-    typename Op::template Running<kTogether> running = {};
     uint32_t from[kTogether];
+    Acc pivots[kTogether];
 #pragma unroll
-    for (int p = 0; p < kTogether; ++p) from[p] = own + min(r + p, rows - 1) * row_bytes;
-#pragma unroll 1
-    for (int slot = threadIdx.x; slot < slots; slot += kFewThreads) {
-      V held[kTogether];
-#pragma unroll
-      for (int p = 0; p < kTogether; ++p) held[p] = LoadShared<V>(from[p]);
-      op.Accumulate(variant, held, running);
-#pragma unroll
-      for (int p = 0; p < kTogether; ++p) from[p] += kTurnBytes;
-    }
-    Partial parts[kTogether];
-    op.Totals(variant, running, parts);
-    op.MergeLanes(variant, parts, kWarp, count, inverse);
-    if (lane == 0) {
-#pragma unroll
-      for (int p = 0; p < kTogether; ++p) {
-        if (r + p >= rows) continue;
-        shared_parts[r + p][warp] = parts[p];
-        ArriveAtBarrier(SharedAddress(&summed[r + p]));
+    for (int p = 0; p < kTogether; ++p) {
+      from[p] = own + min(r + p, rows - 1) * row_bytes;
+      // Of lane 0, which has a slot if any lane does.
+      if (kCenter) {
+        pivots[p] = __shfl_sync(kAllLanes, threadIdx.x < slots ? Op::MeanOfSlot(LoadShared<V>(from[p])) : Acc(0), 0);
       }
+    }
+    const Partial part = SumWarp<Op, kCenter>(pivots, all, lane, [&](auto& running) {
+      uint32_t turn = 0;
+#pragma unroll 1
+      for (int slot = threadIdx.x; slot < slots; slot += kFewThreads, turn += kTurnBytes) {
+        V held[kTogether];
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) held[p] = LoadShared<V>(from[p] + turn);
+        op.Accumulate(variant, held, running);
+      }
+    });
+    if (const int row = r + lane / kLanes; lane % kLanes == 0 && row < rows) {
+      shared_parts[row][warp] = part;
+      ArriveAtBarrier(SharedAddress(&summed[row]));
     }
   }
 

@@ -163,6 +163,7 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
   const uint32_t put = SharedAddress(shared.put), sent = SharedAddress(shared.sent);
   const int q = lane / kLanes, i = lane % kLanes;  // lane i of those for row q
   const float count = static_cast<float>(whole * kUnit + rest);
+  const auto of_warp_count = WarpCount<float>::Of(count);
   // Of a column of row r in shared memory.
   const auto address_of = [&](int turn, int r, int column) {
     const int skew = static_cast<int>((row_of(turn, r) * op.cols + first_column) & (kVec - 1));
@@ -183,42 +184,54 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
   for (int turn = 0; turn <= turns; ++turn) {
     if (turn < turns) {
       WaitForBarrier(copied + turn % kStages * kBarrier, turn / kStages & 1);
-      typename Op::template Running<kTurnRows> running = {};  // sums of distances from the thread's first element
-      running.count = count;
+      float pivots[kTurnRows];  // from lane 0, which has as many units as any
 #pragma unroll
       for (int r = 0; r < kTurnRows; ++r) {
-        uint32_t words[kUnits];
-        load_units(turn, r, words);
-        const auto accumulate = [&](float value) {
-          const float d = value - running.pivot[r];
-          running.sum[r] += d;
-          running.squares[r] = fma(d, d, running.squares[r]);
-        };
-        const auto accumulate_units = [&](auto all) {
-#pragma unroll
-          for (int j = 0; j < kUnits; ++j) {
-            if (!all && j >= whole) break;
+        float first = 0;
+        if (whole > 1) {
+          const uint32_t address = address_of(turn, r, own_column);
+          const auto unit = [&](int j) {
             float values[kUnit];
-            ToAccAll(std::bit_cast<Unit>(words[j]), values);
-            if (j == 0) running.pivot[r] = values[0];
-#pragma unroll
-            for (int e = 0; e < kUnit; ++e) accumulate(values[e]);
-          }
-        };
-        if (whole == kUnits) {
-          accumulate_units(std::true_type());
-        } else {
-          accumulate_units(std::false_type());
+            ToAccAll(std::bit_cast<Unit>(LoadShared<Words<1>>(address + j * kStep * kSize)), values);
+            return TreeSum(values);
+          };
+          first = (unit(0) + unit(1)) * (1.0f / (2 * kUnit));
+        } else if (whole == 1) {
+          first = ToAcc(reinterpret_cast<const T*>(shared_bytes)[(address_of(turn, r, own_column) - stages) / kSize]);
+        } else if (rest > 0) {
+          first = load_rest(turn, r, 0);
         }
-        if (rest > 0) {
-          if (whole == 0) running.pivot[r] = load_rest(turn, r, 0);
-#pragma unroll
-          for (int e = 0; e < kUnit; ++e) {
-            if (e < rest) accumulate(load_rest(turn, r, e));
-          }
-        }
+        pivots[r] = __shfl_sync(kAllLanes, first, 0);
       }
-      const auto of_warp = MergeWarp<true, Partial>(running, std::integral_constant<int, kTurnRows>(), lane);
+      const auto of_warp = SumWarp<Op, true>(pivots, of_warp_count, lane, [&](auto& running) {
+        constexpr auto center = std::true_type();
+#pragma unroll
+        for (int r = 0; r < kTurnRows; ++r) {
+          uint32_t words[kUnits];
+          load_units(turn, r, words);
+          const auto accumulate_units = [&](auto all) {
+#pragma unroll
+            for (int j = 0; j < kUnits; ++j) {
+              if (!all && j >= whole) break;
+              float values[kUnit];
+              ToAccAll(std::bit_cast<Unit>(words[j]), values);
+#pragma unroll
+              for (int e = 0; e < kUnit; ++e) op.Accumulate(center, values[e], r, running);
+            }
+          };
+          if (whole == kUnits) {
+            accumulate_units(std::true_type());
+          } else {
+            accumulate_units(std::false_type());
+          }
+          if (rest > 0) {
+#pragma unroll
+            for (int e = 0; e < kUnit; ++e) {
+              if (e < rest) op.Accumulate(center, load_rest(turn, r, e), r, running);
+            }
+          }
+        }
+      });
       const int place = turn % kPlaces;
       if (i == 0) shared.warps[place][warp].rows[q] = {of_warp.mean, of_warp.squares};
       __syncwarp();
@@ -228,7 +241,7 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
         WaitForBarrier(put + place * kBarrier, turn / kPlaces & 1);
         const PartSums part = shared.warps[place][i].rows[q];
         const float all = shared.block_counts[rank];
-        const auto of_block = Partial::MergeLanes({shared.warp_counts[i], part.mean, part.squares}, kLanes, 0, all,
+        const auto of_block = Partial::MergeLanes({{shared.warp_counts[i], part.mean, part.squares}}, kLanes, 0, all,
                                                   Partial::Inverse(all));
         const PartSums sums = {of_block.mean, of_block.squares};
         LongRaggedShared::Turn message;
@@ -245,8 +258,8 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
     const int before = turn - 1, place = before % kPlaces, block = i % kMaxPortableCluster;
     WaitForBarrier(sent + place * kBarrier, before / kPlaces & 1);
     const PartSums part = shared.blocks[place][block].rows[q];
-    const auto of_row = Partial::MergeLanes({shared.block_counts[block], part.mean, part.squares}, kMaxPortableCluster,
-                                            0, static_cast<float>(op.cols), op.inverse_cols);
+    const auto of_row = Partial::MergeLanes({{shared.block_counts[block], part.mean, part.squares}},
+                                            kMaxPortableCluster, 0, static_cast<float>(op.cols), op.inverse_cols);
     const typename Op::Final own = {of_row.mean, InverseSqrt(fma(of_row.squares, op.inverse_cols, op.epsilon))};
     if (rank == 0 && warp == 0 && i == 0 && row_of(before, q) < op.rows) {
       op.StoreStatistics(/*center=*/std::true_type(), row_of(before, q), own);

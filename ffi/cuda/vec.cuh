@@ -182,7 +182,11 @@ __device__ __forceinline__ void Store(T* p, const Vec<T, N>& value) {
 // The same value, in a register from here on: else the compiler may compute it again for every use.
 template <typename N>
 __device__ __forceinline__ N Kept(N value) {
-  if constexpr (sizeof(N) == 8) {
+  if constexpr (std::is_same_v<N, float>) {
+    asm volatile("" : "+f"(value));
+  } else if constexpr (std::is_same_v<N, double>) {
+    asm volatile("" : "+d"(value));
+  } else if constexpr (sizeof(N) == 8) {
     asm volatile("" : "+l"(value));
   } else {
     asm volatile("" : "+r"(value));

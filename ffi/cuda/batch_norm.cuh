@@ -367,6 +367,11 @@ struct Cells {
   uint4 words[kVecs];
 
   __device__ __forceinline__ Vec<T, kCols> Get() const { return std::bit_cast<Vec<T, kCols>>(*this); }
+  __device__ __forceinline__ Vec<AccT<T>, kCols> GetAcc() const {
+    Vec<AccT<T>, kCols> values;
+    ToAccAll(Get(), values.v);
+    return values;
+  }
   __device__ __forceinline__ void Set(const Vec<T, kCols>& values) { *this = std::bit_cast<Cells>(values); }
 
   // Columns [kN * q, kN * (q + 1)), rounded.
@@ -382,12 +387,20 @@ struct Cells {
 
   // Puts 0 where the bit of a column is off.
   __device__ __forceinline__ void Select(uint32_t bits) {
-    Vec<T, kCols> values = Get();
+    if constexpr (sizeof(T) == 2) {
+      auto pairs = std::bit_cast<Words<kCols / 2>>(*this);
+      const uint32_t apart = (bits & 0xff) * 0x8001;  // those of odd columns also 15 higher
 #pragma unroll
-    for (int j = 0; j < kCols; ++j) {
-      if (!(bits >> j & 1)) values.v[j] = T{};
+      for (int i = 0; i < kCols / 2; ++i) pairs.w[i] &= SignsOfHalves(apart << (15 - 2 * i));
+      *this = std::bit_cast<Cells>(pairs);
+    } else {
+      Vec<T, kCols> values = Get();
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        if (!(bits >> j & 1)) values.v[j] = T{};
+      }
+      Set(values);
     }
-    Set(values);
   }
 
   __device__ __forceinline__ void Load(const T* p) {

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll 2
     for (; turn < end; ++turn) {
       Cells<T> g = block.Load(0, turn);
-      const auto values = block.Load(1, turn).Get();
+      const auto values = block.Load(1, turn).GetAcc();
       if constexpr (kBits != Bits::kNone) {
         g.Select(LoadSharedByte(block.ByteAddress(turn)));
         block.Store(0, turn, g);
@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       if (dresidual) g.Store(dresidual + (block.at + turn * block.stride));
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
-        const float v = ToAcc(g.Get().v[j]);
+        const float v = g.GetAcc().v[j];
         sum[j] += v;
-        product[j] += v * (ToAcc(values.v[j]) - mean[j]);
+        product[j] += v * (values.v[j] - mean[j]);
       }
     }
   }
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       float values[kCols];
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
-        const float drift = slope[j] * (ToAcc(v[k].Get().v[j]) - mean[j]) + offset[j];
-        values[j] = factor[j] * ToAcc(g[k].Get().v[j]) + drift;
+        const float drift = slope[j] * (v[k].GetAcc().v[j] - mean[j]) + offset[j];
+        values[j] = factor[j] * g[k].GetAcc().v[j] + drift;
       }
       g[k].Set(RoundVec<T>(values));
       g[k].Store(dx + (block.at + (turn + k) * block.stride));

@@ -127,9 +127,9 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
 #pragma unroll
         for (int j = 0; j < constants.kWidth; ++j) {
           const int column = q * constants.kWidth + j;
-          values[j] = factor.v[j] * ToAcc(dys[k].Get().v[column]);
+          values[j] = factor.v[j] * dys[k].GetAcc().v[column];
           if constexpr (kTerms) {
-            const A drift = slope.v[j] * (ToAcc(xs[k].Get().v[column]) - mean.v[j]) + offset.v[j];
+            const A drift = slope.v[j] * (xs[k].GetAcc().v[column] - mean.v[j]) + offset.v[j];
             if (!kMasked || (counts[k] >> column & 1)) values[j] += drift;
           }
         }

@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
 #pragma unroll
         for (int j = 0; j < constants.kWidth; ++j) {
           const int column = q * constants.kWidth + j;
-          values[j] = (ToAcc(cells[k].Get().v[column]) - mean.v[j]) * factor.v[j] + bias.v[j];
-          if constexpr (kResidual) values[j] += ToAcc(residuals[k].Get().v[column]);
+          values[j] = (cells[k].GetAcc().v[column] - mean.v[j]) * factor.v[j] + bias.v[j];
+          if constexpr (kResidual) values[j] += residuals[k].GetAcc().v[column];
         }
         cells[k].SetSome(q, values);
       }
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
     if (kBits != Bits::kNone || relu) {
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) {
-        Vec<T, kCols> y_line = cells[k].Get();
-        on |= Relu(&y_line) << kCols * k;
+        const Vec<T, kCols> y_line = Relu(cells[k].Get());
+        on |= PositiveBits(y_line) << kCols * k;
         cells[k].Set(y_line);
       }
     }

@@ -43,6 +43,16 @@ __device__ __forceinline__ P LaneSums(P sums, uint32_t lanes) {
   return sums;
 }
 
+// Where the groups of copies end, in lines or in turns.
+struct CopyGroups {
+  uint32_t first, each;  // in the first group, and in each other one
+
+  // Of `count` in all.
+  __device__ __forceinline__ uint32_t End(uint32_t group, uint32_t count) const {
+    return min(first + group * each, count);
+  }
+};
+
 // An array is `lines` lines of cols = channels * inner elements. A block has `span` of them (the last ones may have
 // fewer), and of each a tile: whole channels, or a part of one. Blocks that share channels are neighbours.
 struct ResidentPlan {
@@ -52,13 +62,12 @@ struct ResidentPlan {
   uint32_t tile;   // columns of a block
   uint32_t parts;  // tiles of a channel, if it has more than one
   FastDiv by_sharers, by_parts;
-  uint32_t first_lines, group_lines;  // of the first of the kCopyGroups, and of each other one
-  uint32_t cells;                     // where these begin in shared memory, behind the numbers of each slot
-  uint32_t numbers;                   // and where those begin, behind the entries
-  uint32_t slots;                     // channels of a tile
-  uint32_t rows;                      // lines that a block works on at once
-  uint32_t turns;                     // lines that a thread has at most,
-  uint32_t first_turns, group_turns;  // in the first group, and in each other one
+  CopyGroups line_groups;
+  uint32_t cells;    // where these begin in shared memory, behind the numbers of each slot
+  uint32_t numbers;  // and where those begin, behind the entries
+  uint32_t slots;    // channels of a tile
+  uint32_t rows;     // lines that a block works on at once
+  CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.
   uint32_t own_entries;
@@ -121,7 +130,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
     const int64_t cells = entry_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
     const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits ? turns * threads : 0);
     // The first group has one turn of 16.
-    const int64_t first_turns = CeilDiv(turns, 16), group_turns = CeilDiv(turns, kCopyGroups - 1);
+    const int64_t first_turns = CeilDiv(turns, 16), group_turns = CeilDiv(turns - first_turns, kCopyGroups - 1);
     uint32_t lane_bits = 0, post_bits = 0;
     while (1 << lane_bits < kWarp && 1 << lane_bits < own_entries && slots << (lane_bits + 1) <= threads) ++lane_bits;
     while (kChannelPosts << post_bits < sharers) ++post_bits;
@@ -144,15 +153,12 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
              .parts = narrow(parts),
              .by_sharers = by(sharers),
              .by_parts = by(parts),
-             .first_lines = narrow(first_turns * rows),
-             .group_lines = narrow(group_turns * rows),
+             .line_groups = {narrow(first_turns * rows), narrow(group_turns * rows)},
              .cells = narrow(cells),
              .numbers = narrow(entry_bytes),
              .slots = narrow(slots),
              .rows = narrow(rows),
-             .turns = narrow(turns),
-             .first_turns = narrow(first_turns),
-             .group_turns = narrow(group_turns),
+             .turn_groups = {narrow(first_turns), narrow(group_turns)},
              .by_row_threads = by(row_threads),
              .by_rows = by(rows),
              .by_own_entries = by(own_entries),
@@ -265,7 +271,7 @@ struct ResidentTile {
     uint32_t line = 0;
 #pragma unroll 1
     for (int group = 0; group < kCopyGroups; ++group) {
-      const uint32_t end = min(group == 0 ? plan.first_lines : group * plan.group_lines, lines);
+      const uint32_t end = plan.line_groups.End(group, lines);
       const uint32_t at_once = contiguous ? end - line : 1, barrier = SharedAddress(&copied[group]);
       InitBarrier(&copied[group], 1);
       PublishBarriers();
@@ -311,6 +317,8 @@ class Resident {
     slot_ = kAlike ? plan.by_own_entries.Div(column) : column * kCols;
     cells_ = SharedAddress(shared) + plan.cells;
     own_ = cells_ + (row * plan.tile + column * kCols) * sizeof(T);
+    array_bytes_ = plan.span * plan.tile * static_cast<uint32_t>(sizeof(T));
+    turn_bytes_ = plan.rows * plan.tile * static_cast<uint32_t>(sizeof(T));
   }
 
   // ---- Cells ----
@@ -318,7 +326,7 @@ class Resident {
   // Turns that have been copied when it returns: those of groups up to this one.
   __device__ __forceinline__ uint32_t WaitForGroup(int group) const {
     WaitForBarrier(SharedAddress(&copied_[group]), 0);
-    return min(group == 0 ? plan.first_turns : group * plan.group_turns, turns);
+    return plan.turn_groups.End(group, turns);
   }
 
   // The block's first element of a slot, in array 0, when the first group is there; 0 if it is not finite.
@@ -348,8 +356,7 @@ class Resident {
 
   // A byte for each cell, behind all cells.
   __device__ __forceinline__ uint32_t ByteAddress(uint32_t turn) const {
-    return cells_ + plan.span * plan.tile * kArrays * static_cast<uint32_t>(sizeof(T)) + turn * blockDim.x +
-           threadIdx.x;
+    return (cells_ + kArrays * array_bytes_ + threadIdx.x) + turn * blockDim.x;
   }
 
   // ---- Channels ----
@@ -529,14 +536,15 @@ class Resident {
 
   __device__ __forceinline__ uint32_t Padded() const { return (plan.slots + 3) / 4 * 4; }
   __device__ __forceinline__ uint32_t Address(int array, uint32_t turn) const {
-    return own_ + (array * plan.span + turn * plan.rows) * plan.tile * static_cast<uint32_t>(sizeof(T));
+    return (own_ + array * array_bytes_) + turn * turn_bytes_;
   }
 
   float* numbers_;
   Sums* entries_;
-  uint64_t* copied_;      // barriers of the groups
-  uint32_t slot_;         // of the thread's first column
-  uint32_t cells_, own_;  // in shared memory: of the block, and of the thread
+  uint64_t* copied_;  // barriers of the groups
+  uint32_t slot_;     // of the thread's first column
+  // In shared memory: of the block, and of the thread; from one array, or turn, to the next.
+  uint32_t cells_, own_, array_bytes_, turn_bytes_;
 };
 
 // f(std::integral_constant<int, n>, turn) for all turns: n = kAtOnce of them together, or 1.

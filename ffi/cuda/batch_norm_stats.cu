@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kRead == Read::kMasked ?
         if (!(on >> j & 1)) continue;
         Moments<A>& m = columns[j];
         m.count += 1;
-        const A v = ToAcc(cells[0].Get().v[j]) - origin.v[j], delta = v - m.mean;
+        const A v = cells[0].GetAcc().v[j] - origin.v[j], delta = v - m.mean;
         m.mean += delta * Reciprocal(m.count);
         m.m2 += delta * (v - m.mean);
       }
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kRead == Read::kMasked ?
       if (n == 0) {
 #pragma unroll
         for (int j = 0; j < kCols; ++j) {
-          centre[j] = Origin(A{0.5} * ToAcc(cells[0].Get().v[j]) + A{0.5} * ToAcc(cells[k_lines - 1].Get().v[j]));
+          centre[j] = Origin(A{0.5} * cells[0].GetAcc().v[j] + A{0.5} * cells[k_lines - 1].GetAcc().v[j]);
         }
       }
       n += k_lines;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kRead == Read::kMasked ?
       for (int k = 0; k < k_lines; ++k) {
 #pragma unroll
         for (int j = 0; j < kCols; ++j) {
-          const A d = ToAcc(cells[k].Get().v[j]) - centre[j];
+          const A d = cells[k].GetAcc().v[j] - centre[j];
           if (k_lines == 1 && j >= batch.count) continue;
           sum[j] += d;
           square[j] += d * d;

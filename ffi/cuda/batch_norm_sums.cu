@@ -63,9 +63,9 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
 #pragma unroll
         for (int j = 0; j < constants.kWidth; ++j) {
           const int column = q * constants.kWidth + j;
-          const A g = ToAcc(dys[k].Get().v[column]);
+          const A g = dys[k].GetAcc().v[column];
           totals[column].g += g;
-          if constexpr (kProduct) totals[column].gx += g * (ToAcc(xs[k].Get().v[column]) - mean.v[j]);
+          if constexpr (kProduct) totals[column].gx += g * (xs[k].GetAcc().v[column] - mean.v[j]);
         }
       }
     }

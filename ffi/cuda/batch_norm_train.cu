@@ -59,12 +59,12 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll 1
     for (int group = 0; group < (pass == 0 ? 1 : kCopyGroups); ++group) {
       const uint32_t end = block.WaitForGroup(group);
-#pragma unroll 4
+#pragma unroll 2
       for (; turn < end; ++turn) {
-        const auto values = block.Load(0, turn).Get();
+        const auto values = block.Load(0, turn).GetAcc();
 #pragma unroll
         for (int j = 0; j < kCols; ++j) {
-          const float d = ToAcc(values.v[j]) - centre[j];
+          const float d = values.v[j] - centre[j];
           sum[j] += d;
           square[j] += d * d;
         }
@@ -131,16 +131,14 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       float values[kCols];
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
-        values[j] = (ToAcc(cells[k].Get().v[j]) - mean[j]) * factor[j] + bias[j];
-        if constexpr (kResidual) values[j] += ToAcc(residuals[k].Get().v[j]);
+        values[j] = (cells[k].GetAcc().v[j] - mean[j]) * factor[j] + bias[j];
+        if constexpr (kResidual) values[j] += residuals[k].GetAcc().v[j];
       }
-      Vec<T, kCols> line = RoundVec<T>(values);
-      uint32_t on = 0;
-      if (kBits != Bits::kNone || relu) on = Relu(&line);
-      cells[k].Set(line);
       const uint32_t at = block.at + (turn + k) * block.stride;
+      const Vec<T, kCols> line = kBits != Bits::kNone || relu ? RoundRelu<T>(values) : RoundVec<T>(values);
+      cells[k].Set(line);
       cells[k].Store(y + at);
-      if constexpr (kBits != Bits::kNone) bits[at / kCols] = static_cast<uint8_t>(on);
+      if constexpr (kBits != Bits::kNone) bits[at / kCols] = static_cast<uint8_t>(PositiveBits(line));
     }
   });
   block.ClearAfterLast(left_before);

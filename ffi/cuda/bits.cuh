@@ -13,30 +13,26 @@
 
 namespace jaxnorm {
 
-// Puts relu(v) in the place of v, NaN staying NaN; bit j of the result is v.v[j] > 0.
+// Bit j is v.v[j] > 0.
 template <typename T, int N>
-__device__ __forceinline__ uint32_t Relu(Vec<T, N>* v) {
+__device__ __forceinline__ uint32_t PositiveBits(const Vec<T, N>& v) {
   uint32_t bits = 0;
   if constexpr (sizeof(T) == 2) {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
     struct alignas(sizeof(T) * N) Pairs {
       Pair p[N / 2];
     };
-    auto& pairs = reinterpret_cast<Pairs&>(*v);
+    const auto& pairs = reinterpret_cast<const Pairs&>(v);
     const Pair zero(T{}, T{});
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       // Bit 2i from the lower half and 2i + 1 from the upper one, still 16 apart.
       bits |= __hgt2_mask(pairs.p[i], zero) & (1u << 2 * i | 1u << (2 * i + 17));
-      pairs.p[i] = __hmax2_nan(pairs.p[i], zero);
     }
     return (bits | bits >> 16) & 0xffff;
   } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      bits |= static_cast<uint32_t>(v->v[i] > 0) << i;
-      if (v->v[i] <= 0) v->v[i] = T{};  // false for NaN
-    }
+    for (int i = 0; i < N; ++i) bits |= static_cast<uint32_t>(v.v[i] > 0) << i;
     return bits;
   }
 }

@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int j = 0; j < kVecSize<T>; ++j) s.v[j] = Sum<true>(s.v[j], a.v[j]);
     }
-    const uint8_t bits = JoinBits<T>(Relu(&s));
-    tile.words[k] = std::bit_cast<uint4>(s);
+    const uint8_t bits = JoinBits<T>(PositiveBits(s));
+    tile.words[k] = std::bit_cast<uint4>(Relu(s));
     const uint32_t i = VecBegin<T>() + k * kVecStride<T>;
     if (i % 8 != 0) continue;
     if constexpr (kFlat) {

@@ -116,6 +116,43 @@ __device__ __forceinline__ Vec<T, N> RoundVec(const AccT<T> (&values)[N]) {
   }
 }
 
+// NaN stays NaN.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> Relu(Vec<T, N> v) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    struct alignas(sizeof(T) * N) Pairs {
+      Pair p[N / 2];
+    };
+    auto& pairs = reinterpret_cast<Pairs&>(v);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) pairs.p[i] = __hmax2_nan(pairs.p[i], Pair(T{}, T{}));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) v.v[i] = v.v[i] <= 0 ? T{} : v.v[i];  // false for NaN
+  }
+  return v;
+}
+
+// Relu(RoundVec<T>(values)): the conversion to a 16-bit type does both.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> RoundRelu(const AccT<T> (&values)[N]) {
+  if constexpr (sizeof(T) == 2) {
+    Words<N / 2> words;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {
+        asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(words.w[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+      } else {
+        asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(words.w[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+      }
+    }
+    return std::bit_cast<Vec<T, N>>(words);
+  } else {
+    return Relu(RoundVec<T>(values));
+  }
+}
+
 // 16 bytes full of `value`.
 template <typename T>
 __device__ __forceinline__ uint4 SplatWords(T value) {
@@ -177,6 +214,13 @@ __device__ __forceinline__ void Store(T* p, const Vec<T, N>& value) {
                  "r"(words.y), "r"(words.z), "r"(words.w)
                  : "memory");
   }
+}
+
+// Both halves full of their sign bits.
+__device__ __forceinline__ uint32_t SignsOfHalves(uint32_t word) {
+  uint32_t signs;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(word));
+  return signs;
 }
 
 // The same value, in a register from here on: else the compiler may compute it again for every use.

@@ -32,8 +32,6 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   const ResidentTile tile(plan);
   const Resident<T, 2, kNumbers, kAlike> block(plan, tile, shared_bytes);
-  const T* const x = arrays.x.Of<T>(0);
-  const T* const dy = arrays.dy.Of<T>(0);
   [[maybe_unused]] const uint8_t* const bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(0);
   const auto load_bits = [&](uint32_t turn) { return bits[(block.at + turn * block.stride) / kCols]; };
   // Before the copies: behind them they would come last.
@@ -46,7 +44,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       if (turn < block.turns) first_bits[turn] = load_bits(turn);
     }
   }
-  tile.Copy<T, 2>(plan, shared_bytes, {dy, x});
+  tile.Copy<T, 2>(plan, shared_bytes);
 #pragma unroll 1
   for (uint32_t slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
     if (slot >= blockDim.x) known = Load(arrays, block.first_channel + slot);
@@ -143,6 +141,8 @@ ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const Batc
   return ForGroups(args, [&](const GroupArrays& arrays) {
     *done = AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual);
     if (!*done) return ffi::Error::Success();
+    plan.arrays[0] = arrays.dy.data;
+    plan.arrays[1] = arrays.x.data;
     const auto launch = [&](auto alike) {
       return Launch<BatchNormBwdKernel<T, kBits, alike>>(device, stream, grid, "BatchNormBwdKernel", plan, arrays,
                                                          static_cast<float>(epsilon));

@@ -45,11 +45,26 @@ __device__ __forceinline__ P LaneSums(P sums, uint32_t lanes) {
 
 // Where the groups of copies end, in lines or in turns.
 struct CopyGroups {
-  uint32_t first, each;  // in the first group, and in each other one
+  uint16_t first, each;  // in the first group, and in each other one
 
   // Of `count` in all.
   __device__ __forceinline__ uint32_t End(uint32_t group, uint32_t count) const {
-    return min(first + group * each, count);
+    return min(uint32_t{first} + group * each, count);
+  }
+};
+
+// Division of numbers of blocks.
+struct BlockDiv {
+  uint32_t divisor, multiplier;
+
+  static BlockDiv By(int64_t d) {
+    static_assert(kMostBlocks * kMostBlocks < 1 << 18);  // so it is exact
+    return {static_cast<uint32_t>(d), static_cast<uint32_t>((1 << 18) / d + 1)};
+  }
+  __device__ __forceinline__ uint32_t DivMod(uint32_t n, uint32_t* remainder) const {
+    const uint32_t quotient = n * multiplier >> 18;
+    *remainder = n - quotient * divisor;
+    return quotient;
   }
 };
 
@@ -58,20 +73,20 @@ struct CopyGroups {
 struct ResidentPlan {
   // What comes before the copies, in few lines of the constant cache.
   uint32_t cols, lines;
-  uint32_t span;   // lines of a block
-  uint32_t tile;   // columns of a block
-  uint32_t parts;  // tiles of a channel, if it has more than one
-  FastDiv by_sharers, by_parts;
+  uint32_t span;        // lines of a block
+  uint32_t tile;        // columns of a block
+  BlockDiv by_sharers;  // blocks that share a channel: sharer i has lines i / parts * span and following
+  BlockDiv by_parts;    // tiles of a channel, or 1
   CopyGroups line_groups;
-  uint32_t cells;    // where these begin in shared memory, behind the numbers of each slot
-  uint32_t numbers;  // and where those begin, behind the entries
-  uint32_t slots;    // channels of a tile
-  uint32_t rows;     // lines that a block works on at once
+  uint32_t cells;         // where these begin in shared memory, behind the numbers of each slot
+  const void* arrays[2];  // that are copied
+  uint32_t numbers;       // and where those begin, behind the entries
+  uint32_t slots;         // channels of a tile
+  uint32_t rows;          // lines that a block works on at once
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.
   uint32_t own_entries;
-  uint32_t sharers;               // blocks that share a channel: sharer i has lines i / parts * span and following
   uint32_t lane_bits;             // 2^lane_bits lanes of a warp merge a channel's entries
   uint32_t post_bits;             // and 2^post_bits its posts
   bool relayed;                   // each block reads the posts of some channels only, and posts what they come to
@@ -145,25 +160,25 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
     auto* const posts = static_cast<Post<Sums>*>(scratch.untyped_data());
     const int64_t columns = std::min(tile, shape.inner);  // of a channel
     const auto narrow = [](int64_t n) { return static_cast<uint32_t>(n); };
+    const auto narrow16 = [](int64_t n) { return static_cast<uint16_t>(n); };
     const auto by = [](int64_t n) { return FastDiv(static_cast<int32_t>(n)); };
     *plan = {.cols = narrow(cols),
              .lines = narrow(shape.outer),
              .span = narrow(span),
              .tile = narrow(tile),
-             .parts = narrow(parts),
-             .by_sharers = by(sharers),
-             .by_parts = by(parts),
-             .line_groups = {narrow(first_turns * rows), narrow(group_turns * rows)},
+             .by_sharers = BlockDiv::By(sharers),
+             .by_parts = BlockDiv::By(parts),
+             .line_groups = {narrow16(first_turns * rows), narrow16(group_turns * rows)},
              .cells = narrow(cells),
+             .arrays = {},
              .numbers = narrow(entry_bytes),
              .slots = narrow(slots),
              .rows = narrow(rows),
-             .turn_groups = {narrow(first_turns), narrow(group_turns)},
+             .turn_groups = {narrow16(first_turns), narrow16(group_turns)},
              .by_row_threads = by(row_threads),
              .by_rows = by(rows),
              .by_own_entries = by(own_entries),
              .own_entries = narrow(own_entries),
-             .sharers = narrow(sharers),
              .lane_bits = lane_bits,
              .post_bits = post_bits,
              .relayed = relayed,
@@ -252,17 +267,17 @@ struct ResidentTile {
     owner = plan.by_sharers.DivMod(blockIdx.x, &sharer);
     const uint32_t line = plan.by_parts.DivMod(sharer, &part) * plan.span;
     lines = min(plan.span, plan.lines - line);
-    begin = line * plan.cols + (owner * plan.parts + part) * plan.tile;
+    begin = line * plan.cols + (owner * plan.by_parts.divisor + part) * plan.tile;
     __shared__ uint64_t barriers[kCopyGroups];
     copied = barriers;
   }
 
-  // Asks for all elements, of arrays that begin at from[0], from[1], ...: by one thread, for whole lines or tiles at a time.
+  // Asks for all elements: by one thread, for whole lines or tiles at a time.
   // A thread that copied its own would wait until the last copy is under way, instead of looking at the first. To be
   // followed by __syncthreads, before which no thread waits for a group. So barriers are prepared one by one, and the first
   // copy waits for one of them.
   template <typename T, int kArrays>
-  __device__ __forceinline__ void Copy(const ResidentPlan& plan, uint4* shared, const T* const (&from)[kArrays]) const {
+  __device__ __forceinline__ void Copy(const ResidentPlan& plan, uint4* shared) const {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x != 0) return;
     const bool contiguous = plan.tile == plan.cols;
@@ -280,8 +295,9 @@ struct ResidentTile {
       for (; line < end; line += at_once) {
 #pragma unroll
         for (int array = 0; array < kArrays; ++array) {
-          CopyBulk(cells + (array * plan.span + line) * bytes, from[array] + (begin + line * plan.cols),
-                   at_once * bytes, barrier, once);
+          CopyBulk(cells + (array * plan.span + line) * bytes,
+                   static_cast<const T*>(plan.arrays[array]) + (begin + line * plan.cols), at_once * bytes, barrier,
+                   once);
         }
       }
     }
@@ -450,7 +466,7 @@ class Resident {
   // ---- Posts ----
 
   __device__ __forceinline__ void Write(uint32_t slot, Sums sums) const {
-    plan.posts[(first_channel + slot) * plan.sharers + sharer].Write(sums, plan.tag);
+    plan.posts[(first_channel + slot) * plan.by_sharers.divisor + sharer].Write(sums, plan.tag);
   }
 
   // Calls finish(slot, total) for each slot, by one thread each. total = combine(sums), by several lanes together, where
@@ -459,10 +475,10 @@ class Resident {
   __device__ __forceinline__ void Exchange(Combine combine, Finish finish) const {
     ForGroups(plan.post_bits, plan.read_slots, [&](uint32_t slot, uint32_t lane, bool there) {
       if (plan.relayed) {
-        slot = slot * plan.sharers + sharer;
+        slot = slot * plan.by_sharers.divisor + sharer;
         there = slot < plan.slots;
       }
-      Post<Sums>* const posts = plan.posts + (first_channel + slot) * plan.sharers;
+      Post<Sums>* const posts = plan.posts + (first_channel + slot) * plan.by_sharers.divisor;
       Sums values[kChannelPosts] = {}, nothing;
       bool all;
       do {
@@ -472,7 +488,7 @@ class Resident {
         if (there) {
 #pragma unroll
           for (uint32_t i = 0; i < kChannelPosts; ++i) {
-            all &= posts[min(lane + (i << plan.post_bits), plan.sharers - 1)].TryRead(plan.tag, values[i]);
+            all &= posts[min(lane + (i << plan.post_bits), plan.by_sharers.divisor - 1)].TryRead(plan.tag, values[i]);
           }
         }
       } while (!AllThere(all));
@@ -481,7 +497,7 @@ class Resident {
 #pragma unroll
         for (uint32_t i = 0; i < kChannelPosts; ++i) {
           const uint32_t k = lane + (i << plan.post_bits);
-          if (k < plan.sharers) own += term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
+          if (k < plan.by_sharers.divisor) own += term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
         }
         return LaneSums(own, 1u << plan.post_bits);
       };
@@ -492,7 +508,8 @@ class Resident {
         return;
       }
       if (lane == 0) plan.totals[first_channel + slot].Write(total, plan.tag);
-      for (uint32_t k = lane; k < plan.sharers; k += 1u << plan.post_bits) posts[k].Clear();  // nobody else reads them
+      for (uint32_t k = lane; k < plan.by_sharers.divisor; k += 1u << plan.post_bits)
+        posts[k].Clear();  // nobody else reads them
     });
     __syncthreads();
     for (uint32_t first = 0; first < plan.slots; first += blockDim.x) {

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
                          uint32_t inner, float epsilon, bool relu) {
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
   const ResidentTile tile(plan);
-  tile.Copy<T, 1>(plan, shared_bytes, {arrays.x.Of<T>(0)});
+  tile.Copy<T, 1>(plan, shared_bytes);
   const Resident<T, 1, kNumbers, kAlike> block(plan, tile, shared_bytes);
   // What the channels are given comes behind the copies, so it is looked at last.
   const auto keep = [&](uint32_t slot, const Known<T>& known) {
@@ -155,6 +155,7 @@ ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const Batc
   return ForGroups(args, [&](const GroupArrays& arrays) {
     *done = AllAligned<T>(arrays.x, arrays.residual, arrays.y);
     if (!*done) return ffi::Error::Success();
+    plan.arrays[0] = arrays.x.data;
     const auto launch = [&](auto alike) {
       return Launch<BatchNormTrainKernel<T, kResidual, kBits, alike>>(
           device, stream, grid, "BatchNormTrainKernel", plan, arrays, static_cast<uint32_t>(args.shape.inner),

@@ -77,9 +77,9 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
     if (kBits != Bits::kNone || relu) {
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) {
-        const Vec<T, kCols> y_line = Relu(cells[k].Get());
+        const Vec<T, kCols> y_line = cells[k].Get();
         on |= PositiveBits(y_line) << kCols * k;
-        cells[k].Set(y_line);
+        cells[k].Set(Relu(y_line));
       }
     }
     if (part.active) batch.Store(y, cells);

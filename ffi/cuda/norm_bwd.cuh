@@ -34,24 +34,31 @@ struct NormBwd {
   using Sums = RowSums<Acc, kGeneral ? 3 : 2>;
 
   // What every call reads comes first, in few lines of the constant cache.
-  int64_t rows, rows_per_group;
+  int64_t rows;
   int cols;
   int arrays;  // x, dy and, with need_x, dsum
-  bool center, need_x, need_scale, need_bias, narrow;
-  Acc scale_offset, inverse_cols;
+  OperandOf<T, kMode> x;
   T* dx;
   int64_t to_dy, to_dsum;  // bytes from x
+  OperandOf<Acc, kMode> mean, rstd;
+  int64_t rows_per_group;
+  bool center, need_x, need_scale, need_bias, narrow;
+  Acc scale_offset, inverse_cols;
   DeviceParameter<T> scale;
-  DeviceOperand<T> x;
-  DeviceOperand<Acc> mean, rstd;
-  DeviceOperand<T> dy, dsum;
-  DeviceOperand<bool> mask;
+  OperandOf<T, kMode> dy, dsum;
+  OperandOf<bool, kMode> mask;
 
   explicit NormBwd(const NormBwdArgs& args)
       : rows(args.shape.rows()),
-        rows_per_group(args.shape.rows_per_group),
         cols(static_cast<int>(args.shape.cols)),
         arrays(args.dsum && args.dx ? 3 : 2),
+        x(args.x, args.shape.rows()),
+        dx(static_cast<T*>(args.dx)),
+        to_dy(reinterpret_cast<intptr_t>(args.dy.data) - reinterpret_cast<intptr_t>(args.x.data)),
+        to_dsum(reinterpret_cast<intptr_t>(args.dsum.data) - reinterpret_cast<intptr_t>(args.x.data)),
+        mean(args.mean, args.shape.rows()),
+        rstd(args.rstd, args.shape.rows()),
+        rows_per_group(args.shape.rows_per_group),
         center(args.center),
         need_x(args.dx != nullptr),
         need_scale(args.dscale != nullptr),
@@ -59,13 +66,7 @@ struct NormBwd {
         narrow(!std::is_same_v<T, Acc> && args.parameter_dtype == args.dtype),
         scale_offset(args.scale ? static_cast<Acc>(args.scale_offset) : Acc(0)),
         inverse_cols(Acc(1) / static_cast<Acc>(cols)),
-        dx(static_cast<T*>(args.dx)),
-        to_dy(reinterpret_cast<intptr_t>(args.dy.data) - reinterpret_cast<intptr_t>(args.x.data)),
-        to_dsum(reinterpret_cast<intptr_t>(args.dsum.data) - reinterpret_cast<intptr_t>(args.x.data)),
         scale(args.scale, narrow),
-        x(args.x, args.shape.rows()),
-        mean(args.mean, args.shape.rows()),
-        rstd(args.rstd, args.shape.rows()),
         dy(args.dy, args.shape.rows()),
         dsum(args.dsum, args.shape.rows()),
         mask(args.mask, args.shape.rows()) {}
@@ -142,8 +143,13 @@ struct NormBwd {
   __device__ __forceinline__ Statistics StatisticsOf(int64_t index, bool inside) const {
     Statistics s = {0, 0};
     if (!inside) return s;
-    if (center) s.mean = mean.data[kGeneral ? mean.RowOffset(index) : index];
-    s.rstd = rstd.data[kGeneral ? rstd.RowOffset(index) : index];
+    if constexpr (kGeneral) {
+      if (center) s.mean = mean.data[mean.RowOffset(index)];
+      s.rstd = rstd.data[rstd.RowOffset(index)];
+    } else {
+      if (center) s.mean = mean.data[index];
+      s.rstd = rstd.data[index];
+    }
     return s;
   }
 

@@ -136,13 +136,13 @@ struct NormFwd {
   int64_t rows;
   int cols;
   bool grouped, center, narrow;
+  OperandOf<T, kMode> x, residual;
   Acc epsilon, scale_offset, inverse_cols;  // 1 / cols: few instructions are as slow as a division
   T *y, *sum;
   Acc *mean, *rstd;
   DeviceParameter<T> scale, bias;
   int64_t rows_per_group;
-  DeviceOperand<T> x, residual;
-  DeviceOperand<bool> where;
+  OperandOf<bool, kMode> where;
 
   NormFwd(const NormFwdArgs& args)
       : rows(args.shape.rows()),
@@ -150,6 +150,8 @@ struct NormFwd {
         grouped(args.shape.groups > 1),
         center(args.center),
         narrow(NarrowParameters(args)),
+        x(args.x, rows),
+        residual(args.residual, rows),
         epsilon(static_cast<Acc>(args.epsilon)),
         scale_offset(static_cast<Acc>(args.scale_offset)),
         inverse_cols(Acc(1) / static_cast<Acc>(cols)),
@@ -160,8 +162,6 @@ struct NormFwd {
         scale(args.scale, narrow),
         bias(args.bias, narrow),
         rows_per_group(args.shape.rows_per_group),
-        x(args.x, rows),
-        residual(args.residual, rows),
         where(args.mask, rows) {}
 
   // Copies the parameters to `scratch`; false if it has no room for them.

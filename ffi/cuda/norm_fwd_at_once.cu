@@ -103,7 +103,7 @@ __device__ __forceinline__ RowMoments MomentsOfRows(const Words<4> (&rows)[kQuad
 }
 
 template <typename Op, bool kCenter>
-__global__ void __launch_bounds__(kWarps* kWarp) NormFwdAtOnceKernel(const __grid_constant__ Op op, int steps) {
+__global__ void __launch_bounds__(kWarps* kWarp) NormFwdAtOnceKernel(int steps, const __grid_constant__ Op op) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Op::T;
   using V = Vec<T, Op::kVec>;
@@ -176,7 +176,7 @@ bool LaunchNormFwdAtOnce(const DeviceInfo& device, cudaStream_t stream, const Op
   if (steps > kMaxSteps) return false;
   const Grid grid = {.blocks = CeilDiv(all_steps, steps * kWarps), .threads = kWarps * kWarp};
   const auto launch = [&](auto center) {
-    return Launch<NormFwdAtOnceKernel<Op, center>>(device, stream, grid, name, op, static_cast<int>(steps));
+    return Launch<NormFwdAtOnceKernel<Op, center>>(device, stream, grid, name, static_cast<int>(steps), op);
   };
   *status = op.center ? launch(std::true_type()) : launch(std::false_type());
   return true;

@@ -7,12 +7,22 @@
 
 namespace jaxnorm {
 
+// An array that has all rows, one behind the other. Kernels of which all arrays are so take nothing else: what they are
+// given is in few lines of the constant cache then.
+template <typename T>
+struct DenseOperand {
+  const T* data = nullptr;
+  int64_t elements = 0;  // of the array itself
+
+  DenseOperand() = default;
+  DenseOperand(const Operand& operand, int64_t /*rows*/)
+      : data(static_cast<const T*>(operand.data)), elements(operand.elements) {}
+};
+
 // jaxnorm::Broadcast for device code. FastDiv takes dividends up to INT32_MAX; more rows than that use 64-bit
 // division, which is slow and right.
 template <typename T>
-struct DeviceOperand {
-  const T* data = nullptr;
-  int64_t elements = 0;  // of the array itself
+struct DeviceOperand : DenseOperand<T> {
   int ndim = 0;
   bool wide = false;
   FastDiv digit[kMaxBroadcastDims];
@@ -22,8 +32,7 @@ struct DeviceOperand {
 
   DeviceOperand() = default;
   DeviceOperand(const Operand& operand, int64_t rows)
-      : data(static_cast<const T*>(operand.data)),
-        elements(operand.elements),
+      : DenseOperand<T>(operand, rows),
         ndim(operand.view.ndim),
         wide(rows > INT32_MAX),
         axis_stride(operand.view.axis_stride) {
@@ -70,7 +79,7 @@ struct OperandRow {
   }
 
   // A row of an array that has all rows, `offset` elements from its start.
-  static __device__ __forceinline__ OperandRow Full(const DeviceOperand<T>& operand, int64_t offset) {
+  static __device__ __forceinline__ OperandRow Full(const DenseOperand<T>& operand, int64_t offset) {
     OperandRow r;
     r.row = operand.data + offset;
     r.end = static_cast<int>(min(operand.elements - offset, int64_t{INT32_MAX}));

@@ -43,7 +43,7 @@ __device__ __forceinline__ P LaneSums(P sums, uint32_t lanes) {
   return sums;
 }
 
-// Where the groups of copies end, in lines or in turns.
+// Where the groups of copies end, in lines or in turns. (No block has shared memory for 2^16 of these.)
 struct CopyGroups {
   uint16_t first, each;  // in the first group, and in each other one
 
@@ -53,7 +53,8 @@ struct CopyGroups {
   }
 };
 
-// Division of numbers of blocks.
+// Division of numbers of blocks, in one number less than FastDiv: what comes before the copies is in one line of the constant
+// cache so.
 struct BlockDiv {
   uint32_t divisor, multiplier;
 
@@ -71,18 +72,19 @@ struct BlockDiv {
 // An array is `lines` lines of cols = channels * inner elements. A block has `span` of them (the last ones may have
 // fewer), and of each a tile: whole channels, or a part of one. Blocks that share channels are neighbours.
 struct ResidentPlan {
-  // What comes before the copies, in few lines of the constant cache.
+  // What comes before the copies.
   uint32_t cols, lines;
   uint32_t span;        // lines of a block
   uint32_t tile;        // columns of a block
   BlockDiv by_sharers;  // blocks that share a channel: sharer i has lines i / parts * span and following
   BlockDiv by_parts;    // tiles of a channel, or 1
   CopyGroups line_groups;
-  uint32_t cells;         // where these begin in shared memory, behind the numbers of each slot
+  uint32_t cells;         // where elements begin in shared memory, behind the numbers of each slot
   const void* arrays[2];  // that are copied
-  uint32_t numbers;       // and where those begin, behind the entries
-  uint32_t slots;         // channels of a tile
-  uint32_t rows;          // lines that a block works on at once
+  // What comes later.
+  uint32_t numbers;  // where those begin, behind the entries
+  uint32_t slots;    // channels of a tile
+  uint32_t rows;     // lines that a block works on at once
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.

@@ -18,12 +18,8 @@ template <typename T, int N>
 __device__ __forceinline__ uint32_t PositiveBits(const Vec<T, N>& v) {
   uint32_t bits = 0;
   if constexpr (sizeof(T) == 2) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    struct alignas(sizeof(T) * N) Pairs {
-      Pair p[N / 2];
-    };
-    const auto& pairs = reinterpret_cast<const Pairs&>(v);
-    const Pair zero(T{}, T{});
+    const auto& pairs = reinterpret_cast<const Pairs<T, N>&>(v);
+    const Pair<T> zero(T{}, T{});
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       // Bit 2i from the lower half and 2i + 1 from the upper one, still 16 apart.

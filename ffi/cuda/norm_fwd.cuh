@@ -43,11 +43,10 @@ __device__ __forceinline__ Vec<T, N> AddRounded(const Vec<T, N>& a, const Vec<T,
   Vec<T, N> out;
   if constexpr (sizeof(T) == 2) {
     // Not by way of float32: this is one instruction for two elements.
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      reinterpret_cast<Pair&>(out.v[i]) =
-          __hadd2(reinterpret_cast<const Pair&>(a.v[i]), reinterpret_cast<const Pair&>(b.v[i]));
+      reinterpret_cast<Pair<T>&>(out.v[i]) =
+          __hadd2(reinterpret_cast<const Pair<T>&>(a.v[i]), reinterpret_cast<const Pair<T>&>(b.v[i]));
     }
   } else {
 #pragma unroll

@@ -7,8 +7,8 @@
 
 namespace jaxnorm {
 
-// An array that has all rows, one behind the other. Kernels of which all arrays are so take nothing else: what they are
-// given is in few lines of the constant cache then.
+// An array that has all rows, one behind the other. Kernels of such arrays take no more than this of each: so what they are
+// given is in few lines of the constant cache.
 template <typename T>
 struct DenseOperand {
   const T* data = nullptr;

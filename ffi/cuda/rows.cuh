@@ -72,7 +72,7 @@ namespace jaxnorm {
 enum class Mode { kPlain, kRagged, kOperands, kGeneral };
 // Whether rows are whole slots and arrays aligned.
 constexpr bool FillsSlots(Mode mode) { return mode == Mode::kPlain || mode == Mode::kOperands; }
-// An array that only kGeneral has other than dense.
+// An array that is dense in all modes but kGeneral.
 template <typename T, Mode kMode>
 using OperandOf = std::conditional_t<kMode == Mode::kGeneral, DeviceOperand<T>, DenseOperand<T>>;
 

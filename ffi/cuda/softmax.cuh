@@ -229,10 +229,9 @@ template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> MaxVec(const Vec<T, N>& a, const Vec<T, N>& b) {
   Vec<T, N> out;
   if constexpr (sizeof(T) == 2) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      const Pair m = __hmax2(Pair(a.v[i], a.v[i + 1]), Pair(b.v[i], b.v[i + 1]));
+      const Pair<T> m = __hmax2(Pair<T>(a.v[i], a.v[i + 1]), Pair<T>(b.v[i], b.v[i + 1]));
       out.v[i] = m.x;
       out.v[i + 1] = m.y;
     }

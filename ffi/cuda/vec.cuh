@@ -68,6 +68,14 @@ struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
 
+// Two 16-bit elements, for which there are instructions; and such a vector as pairs.
+template <typename T>
+using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pairs {
+  Pair<T> p[N / 2];
+};
+
 // The same bits as 32-bit words, which is what shuffles and shifts take.
 template <int kCount>
 struct Words {
@@ -95,10 +103,7 @@ __device__ __forceinline__ void ToAccAll(const Vec<T, N>& from, AccT<T> (&to)[N]
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> RoundVec(const AccT<T> (&values)[N]) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    struct alignas(sizeof(T) * N) Pairs {
-      Pair p[N / 2];
-    } pairs;
+    Pairs<T, N> pairs;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       if constexpr (std::is_same_v<T, __half>) {
@@ -120,13 +125,9 @@ __device__ __forceinline__ Vec<T, N> RoundVec(const AccT<T> (&values)[N]) {
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> Relu(Vec<T, N> v) {
   if constexpr (sizeof(T) == 2) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    struct alignas(sizeof(T) * N) Pairs {
-      Pair p[N / 2];
-    };
-    auto& pairs = reinterpret_cast<Pairs&>(v);
+    auto& pairs = reinterpret_cast<Pairs<T, N>&>(v);
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) pairs.p[i] = __hmax2_nan(pairs.p[i], Pair(T{}, T{}));
+    for (int i = 0; i < N / 2; ++i) pairs.p[i] = __hmax2_nan(pairs.p[i], Pair<T>(T{}, T{}));
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) v.v[i] = v.v[i] <= 0 ? T{} : v.v[i];  // false for NaN

@@ -100,6 +100,8 @@ struct ResidentPlan {
   Post<Sums>* totals;   // of each channel, if relayed
   Post<Sums>* counter;  // of blocks that have read all that they need
   uint64_t tag;
+
+  __device__ __forceinline__ uint32_t Sharers() const { return by_sharers.divisor; }
 };
 
 // ---- Launch ----
@@ -274,10 +276,9 @@ struct ResidentTile {
     copied = barriers;
   }
 
-  // Asks for all elements: by one thread, for whole lines or tiles at a time.
-  // A thread that copied its own would wait until the last copy is under way, instead of looking at the first. To be
-  // followed by __syncthreads, before which no thread waits for a group. So barriers are prepared one by one, and the first
-  // copy waits for one of them.
+  // Asks for all elements: by one thread, for whole lines or tiles at a time. A thread that copied its own would wait until
+  // the last copy is under way, instead of looking at the first. To be followed by __syncthreads, before which no thread waits
+  // for a group. So barriers are prepared one by one, and the first copy waits for one of them.
   template <typename T, int kArrays>
   __device__ __forceinline__ void Copy(const ResidentPlan& plan, uint4* shared) const {
 #if __CUDA_ARCH__ >= 900
@@ -468,7 +469,7 @@ class Resident {
   // ---- Posts ----
 
   __device__ __forceinline__ void Write(uint32_t slot, Sums sums) const {
-    plan.posts[(first_channel + slot) * plan.by_sharers.divisor + sharer].Write(sums, plan.tag);
+    plan.posts[(first_channel + slot) * plan.Sharers() + sharer].Write(sums, plan.tag);
   }
 
   // Calls finish(slot, total) for each slot, by one thread each. total = combine(sums), by several lanes together, where
@@ -477,10 +478,10 @@ class Resident {
   __device__ __forceinline__ void Exchange(Combine combine, Finish finish) const {
     ForGroups(plan.post_bits, plan.read_slots, [&](uint32_t slot, uint32_t lane, bool there) {
       if (plan.relayed) {
-        slot = slot * plan.by_sharers.divisor + sharer;
+        slot = slot * plan.Sharers() + sharer;
         there = slot < plan.slots;
       }
-      Post<Sums>* const posts = plan.posts + (first_channel + slot) * plan.by_sharers.divisor;
+      Post<Sums>* const posts = plan.posts + (first_channel + slot) * plan.Sharers();
       Sums values[kChannelPosts] = {}, nothing;
       bool all;
       do {
@@ -490,7 +491,7 @@ class Resident {
         if (there) {
 #pragma unroll
           for (uint32_t i = 0; i < kChannelPosts; ++i) {
-            all &= posts[min(lane + (i << plan.post_bits), plan.by_sharers.divisor - 1)].TryRead(plan.tag, values[i]);
+            all &= posts[min(lane + (i << plan.post_bits), plan.Sharers() - 1)].TryRead(plan.tag, values[i]);
           }
         }
       } while (!AllThere(all));
@@ -499,7 +500,7 @@ class Resident {
 #pragma unroll
         for (uint32_t i = 0; i < kChannelPosts; ++i) {
           const uint32_t k = lane + (i << plan.post_bits);
-          if (k < plan.by_sharers.divisor) own += term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
+          if (k < plan.Sharers()) own += term(values[i], k < plan.whole ? plan.elements : plan.last_elements);
         }
         return LaneSums(own, 1u << plan.post_bits);
       };
@@ -510,7 +511,7 @@ class Resident {
         return;
       }
       if (lane == 0) plan.totals[first_channel + slot].Write(total, plan.tag);
-      for (uint32_t k = lane; k < plan.by_sharers.divisor; k += 1u << plan.post_bits)
+      for (uint32_t k = lane; k < plan.Sharers(); k += 1u << plan.post_bits)
         posts[k].Clear();  // nobody else reads them
     });
     __syncthreads();

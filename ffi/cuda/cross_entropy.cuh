@@ -34,7 +34,7 @@ struct MaxSums {
   }
   static __device__ __forceinline__ MaxSums MergeLanes(MaxSums p, int width) {
 #pragma unroll
-    for (Acc& value : p.more) value = LaneReduce(value, width, [](Acc a, Acc b) { return a + b; });
+    for (Acc& value : p.more) value = LaneSum(value, width);
     return With(MaxSum<T>::MergeLanes(p.First(), width), p);
   }
 };
@@ -162,7 +162,6 @@ struct CrossEntropyRows {
   // that maximum, which the exponentials take anyway.
   template <typename Variant, int kN>
   __device__ __forceinline__ Partial Reduce(Variant, Slot (&slots)[kN], int width) const {
-    const auto add = [](Acc a, Acc b) { return a + b; };
     const Acc m = MaxOfSlots<T, kGeneral>(slots, kUnit<T>);
     Partial p = Partial::Identity();
     p.max = Finite<T>(LaneReduce(m, width, [](Acc a, Acc b) { return Max(a, b); }));
@@ -178,11 +177,11 @@ struct CrossEntropyRows {
         if constexpr (kSmooth) distances += kGeneral && (slots[j].masked >> i & 1) ? Acc(0) : powers[i];
       }
     }
-    p.sum = LaneReduce(p.sum, width, add);
+    p.sum = LaneSum(p.sum, width);
     if constexpr (kGeneral) {
 #pragma unroll
       for (int j = 0; j < kN; ++j) count -= static_cast<Acc>(__popc(slots[j].masked));
-      p.more[kCount] = LaneReduce(count, width, add);
+      p.more[kCount] = LaneSum(count, width);
     }
     if constexpr (kSmooth) {
       Acc deviation = fma(count, p.max - slots[0].centre, distances / kPowers<T>);
@@ -193,7 +192,7 @@ struct CrossEntropyRows {
         for (int j = 0; j < kN; ++j) all = all && Whole(slots[j]);
         if (!all) deviation = EdgeDeviation(slots);
       }
-      p.more[0] = LaneReduce(deviation, width, add);
+      p.more[0] = LaneSum(deviation, width);
     }
     return p;
   }

@@ -143,13 +143,15 @@ struct NormBwd {
   __device__ __forceinline__ Statistics StatisticsOf(int64_t index, bool inside) const {
     Statistics s = {0, 0};
     if (!inside) return s;
-    if constexpr (kGeneral) {
-      if (center) s.mean = mean.data[mean.RowOffset(index)];
-      s.rstd = rstd.data[rstd.RowOffset(index)];
-    } else {
-      if (center) s.mean = mean.data[index];
-      s.rstd = rstd.data[index];
-    }
+    const auto of_row = [&](const auto& numbers) {
+      if constexpr (kGeneral) {
+        return numbers.data[numbers.RowOffset(index)];
+      } else {
+        return numbers.data[index];
+      }
+    };
+    if (center) s.mean = of_row(mean);
+    s.rstd = of_row(rstd);
     return s;
   }
 

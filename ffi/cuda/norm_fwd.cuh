@@ -86,7 +86,7 @@ struct Moments {
   // the first lane which has any, so that equal ones stay as they are.
   static __device__ __forceinline__ Moments MergeLanes(Moments p, int width) {
     const unsigned counting = __ballot_sync(kAllLanes, p.count != 0) >> (threadIdx.x % kWarp & -width);
-    const Acc count = LaneReduce(p.count, width, [](Acc a, Acc b) { return a + b; });
+    const Acc count = LaneSum(p.count, width);
     return MergeLanes({p}, width, __ffs(counting) - 1, count, Inverse(count));
   }
 
@@ -95,7 +95,6 @@ struct Moments {
   template <int kN>
   static __device__ __forceinline__ Moments MergeLanes(const Moments (&p)[kN], int width, int first, Acc count,
                                                        Acc inverse) {
-    const auto add = [](Acc a, Acc b) { return a + b; };
     Acc pivot = __shfl_sync(kAllLanes, p[0].mean, first, width);
 #pragma unroll 1
     for (bool again = true;; again = false) {
@@ -106,8 +105,8 @@ struct Moments {
         sum += part;
         squares += fma(part, distance, p[i].squares);
       }
-      squares = LaneReduce(squares, width, add);
-      const Moments all = FromPivot(count, inverse, pivot, LaneReduce(sum, width, add), squares);
+      squares = LaneSum(squares, width);
+      const Moments all = FromPivot(count, inverse, pivot, LaneSum(sum, width), squares);
       if (!again || !__any_sync(kAllLanes, Lost(squares, all.squares))) return all;
       pivot = all.mean;
     }
@@ -305,7 +304,6 @@ struct NormFwd {
   // none, and then they are 0.
   template <bool kSome, typename Center, int kN>
   __device__ __forceinline__ Partial ReduceSlots(Center center, const Slot (&slots)[kN], int width, Acc count) const {
-    const auto add = [](Acc a, Acc b) { return a + b; };
     Acc values[kN][kVec];
 #pragma unroll
     for (int j = 0; j < kN; ++j) ToAccAll(slots[j].s, values[j]);
@@ -324,7 +322,7 @@ struct NormFwd {
       }
 #pragma unroll
       for (int j = 1; j < kN; ++j) sums[0] += sums[j];
-      return LaneReduce(sums[0], width, add);
+      return LaneSum(sums[0], width);
     };
     if (!center) return {count, 0, sum_of([](Acc s, const Slot&) { return s * s; })};
     // Divided (by a power of two mostly), not multiplied by an inverse: the mean of equal numbers is that number, and
@@ -387,7 +385,7 @@ struct NormFwd {
     Acc squares = 0;
 #pragma unroll
     for (int i = 0; i < kN; ++i) squares += p[i].squares;
-    return {count, 0, LaneReduce(squares, width, [](Acc a, Acc b) { return a + b; })};
+    return {count, 0, LaneSum(squares, width)};
   }
 
   template <typename Center>
@@ -479,7 +477,7 @@ struct WarpCount {
 
   // By all lanes, each with its own.
   static __device__ __forceinline__ WarpCount Of(Acc own) {
-    const Acc count = LaneReduce(own, kWarp, [](Acc a, Acc b) { return a + b; });
+    const Acc count = LaneSum(own, kWarp);
     return {count, Moments<Acc>::Inverse(count)};
   }
 };

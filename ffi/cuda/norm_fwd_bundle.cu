@@ -158,6 +158,12 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
   const auto own_slots = [&](int from, int to) { return max(to - from - thread + threads - 1, 0) / threads; };
   const int own_count = (own_slots(0, half) + own_slots(half, slots)) * kVec + (kRagged && edge >= 0 ? 1 : 0);
   const auto all = WarpCount<Acc>::Of(static_cast<Acc>(own_count));
+  // f(slot) for this thread's slots of a turn.
+  const auto for_slots = [&](int turn, auto f) {
+    const int to = turn == 0 ? half : slots;
+#pragma unroll 1
+    for (int slot = (turn == 0 ? 0 : half) + thread; slot < to; slot += threads) f(slot);
+  };
   // For the copies of a turn, which are a group; and adds the residual.
   const auto wait = [&](int turn) {
     if (turn == 0) {
@@ -166,14 +172,14 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
       CopyWait<0>();
     }
     if (inputs == 1) return;
-    for (int slot = (turn == 0 ? 0 : half) + thread; slot < (turn == 0 ? half : slots); slot += threads) {
+    for_slots(turn, [&](int slot) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const V added = AddRounded(LoadShared<V>(at(r, slot, 0)), LoadShared<V>(at(r, slot, 1)));
         StoreShared(at(r, slot, 0), added);
         jaxnorm::Store(sum + slot * kVec + r * stride, added);
       }
-    }
+    });
   };
   Acc factor[kVec], shift[kVec] = {};
   const auto load_parameters = [&](int slot) {
@@ -202,14 +208,12 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
       if (turn == turns) wait(turns++);
-      const int to = turn == 0 ? half : slots;
-#pragma unroll 1
-      for (int slot = (turn == 0 ? 0 : half) + thread; slot < to; slot += threads) {
+      for_slots(turn, [&](int slot) {
         V rows[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) rows[r] = LoadShared<V>(at(r, slot, 0));
         op.Accumulate(center, rows, running);
-      }
+      });
     }
     if (kRagged && edge >= 0) {
 #pragma unroll

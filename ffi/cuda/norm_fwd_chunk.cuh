@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Size::kThreads, Size::Blocks(kAdd))
       Acc merged = 0;
 #pragma unroll
       for (int i = 0; i < kPartTurns; ++i) merged += parts[place][lane / kLanes][lane % kLanes + i * kLanes];
-      return LaneReduce(merged, kLanes, add);
+      return LaneSum(merged, kLanes);
     };
     const auto of_row = [&](Acc value, int r) { return __shfl_sync(kAllLanes, value, r * kLanes); };
     const auto copy_next = [&] { copy(chunk + int64_t{kStages} * plan.blocks, stage); };

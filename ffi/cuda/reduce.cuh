@@ -28,6 +28,12 @@ __device__ __forceinline__ Acc LaneReduce(Acc value, int width, F merge) {
   return value;
 }
 
+// The same with their sum.
+template <typename Acc>
+__device__ __forceinline__ Acc LaneSum(Acc value, int width) {
+  return LaneReduce(value, width, [](Acc a, Acc b) { return a + b; });
+}
+
 // Adds neighbours, then their sums, and so on: additions that do not wait for each other. N is a power of two.
 template <typename Acc, int N>
 __device__ __forceinline__ Acc TreeSum(const Acc (&numbers)[N]) {

@@ -195,7 +195,7 @@ struct KeptBits {
       const uint32_t upper = bytes.w[i * kPerWord / 4] + 0x7f7f7f7fu;
       const int byte = i * kPerWord % 4;
       const uint32_t selector = kPerWord == 2 ? 0x9988u + 0x1111u * byte : 0x8888u + 0x1111u * byte;
-      asm("prmt.b32 %0, %1, %1, %2;" : "=r"(word[i]) : "r"(upper), "r"(selector));
+      word[i] = Permute(upper, upper, selector);
     }
   }
 
@@ -275,7 +275,7 @@ struct MaxSum {
   static __device__ __forceinline__ MaxSum AddSums(MaxSum a, MaxSum b) { return {a.max, a.sum + b.sum}; }
   static __device__ __forceinline__ MaxSum MergeLanes(MaxSum p, int width) {
     const Acc m = LaneReduce(p.max, width, [](Acc a, Acc b) { return Max(a, b); });
-    return {m, LaneReduce(p.sum * ExpOfUnits<T>(p.max - m), width, [](Acc a, Acc b) { return a + b; })};
+    return {m, LaneSum(p.sum * ExpOfUnits<T>(p.max - m), width)};
   }
 };
 
@@ -380,9 +380,7 @@ struct Sum {
   static __device__ __forceinline__ Sum Identity() { return {0}; }
   static __device__ __forceinline__ Sum Merge(Sum a, Sum b) { return {a.sum + b.sum}; }
   static __device__ __forceinline__ Sum AddSums(Sum a, Sum b) { return Merge(a, b); }
-  static __device__ __forceinline__ Sum MergeLanes(Sum p, int width) {
-    return {LaneReduce(p.sum, width, [](Acc a, Acc b) { return a + b; })};
-  }
+  static __device__ __forceinline__ Sum MergeLanes(Sum p, int width) { return {LaneSum(p.sum, width)}; }
 };
 
 // Runs such an operation along the axis of args.shape. `simple`: no optional operand, none that broadcasts.

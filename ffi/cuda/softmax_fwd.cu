@@ -237,7 +237,7 @@ struct SoftmaxFwd {
         slots[j].v[i] = log ? powers[i] : e;
       }
     }
-    return {m, LaneReduce(TreeSum(sums), width, [](Acc a, Acc b) { return a + b; })};
+    return {m, LaneSum(TreeSum(sums), width)};
   }
 
   template <typename Variant>

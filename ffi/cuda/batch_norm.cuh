@@ -391,8 +391,7 @@ struct Cells {
       auto pairs = std::bit_cast<Words<kCols / 2>>(*this);
       const uint32_t apart = (bits & 0xff) * 0x8001;  // those of odd columns also 15 higher
 #pragma unroll
-      for (int i = 0; i < kCols / 2; ++i)
-        pairs.w[i] &= Permute(apart << (15 - 2 * i), 0, 0xbb99);  // signs of both halves
+      for (int i = 0; i < kCols / 2; ++i) pairs.w[i] &= SignsOfHalves(apart << (15 - 2 * i));
       *this = std::bit_cast<Cells>(pairs);
     } else {
       Vec<T, kCols> values = Get();

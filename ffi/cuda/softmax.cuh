@@ -195,7 +195,7 @@ struct KeptBits {
       const uint32_t upper = bytes.w[i * kPerWord / 4] + 0x7f7f7f7fu;
       const int byte = i * kPerWord % 4;
       const uint32_t selector = kPerWord == 2 ? 0x9988u + 0x1111u * byte : 0x8888u + 0x1111u * byte;
-      word[i] = Permute(upper, upper, selector);
+      asm("prmt.b32 %0, %1, %1, %2;" : "=r"(word[i]) : "r"(upper), "r"(selector));
     }
   }
 

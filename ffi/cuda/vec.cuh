@@ -217,12 +217,11 @@ __device__ __forceinline__ void Store(T* p, const Vec<T, N>& value) {
   }
 }
 
-// A word of four bytes, each named by a digit of `selector`: 0 to 3 of a, 4 to 7 of b; and 8 more for a byte full of its sign
-// bit, which __byte_perm does not promise.
-__device__ __forceinline__ uint32_t Permute(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t word;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
-  return word;
+// Both halves full of their sign bits.
+__device__ __forceinline__ uint32_t SignsOfHalves(uint32_t word) {
+  uint32_t signs;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(word));
+  return signs;
 }
 
 // The same value, in a register from here on: else the compiler may compute it again for every use.

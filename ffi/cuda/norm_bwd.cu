@@ -286,6 +286,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     before += turns;
     const int outputs = op.Outputs();
     if (outputs == 0) continue;
+    LetNextBegin();
 
     // One row of sums for each block and segment: [outputs][cols].
     const auto put = [&](Acc* to, int j, const Acc(&values)[kVec]) {

@@ -313,6 +313,18 @@ __device__ __forceinline__ void StoreColumns(U* row, int first, int cols, const 
   }
 }
 
+// Writes one thread's slot of a gradient: dbias or dscale, of a group.
+template <typename Op>
+__device__ __forceinline__ void StoreGradient(const Op& op, const NormBwdGradients& gradients, bool is_bias, int first,
+                                              const typename Op::Acc (&values)[Op::kVec], int64_t group = 0) {
+  void* const row = is_bias ? gradients.dbias : gradients.dscale;
+  if (gradients.exact) {
+    StoreColumns<Op>(static_cast<typename Op::Acc*>(row) + group * op.cols, first, op.cols, values);
+  } else {
+    StoreColumns<Op>(static_cast<typename Op::T*>(row) + group * op.cols, first, op.cols, values);
+  }
+}
+
 // Writes one thread's slot of a group's gradients of parameters, of which there are `parts` partial sums: to `partials`, in
 // which this is part `part` of all groups', or as results if there are no others.
 template <typename Op>
@@ -323,14 +335,10 @@ __device__ __forceinline__ void StoreGradients(const Op& op, const NormBwdGradie
   using Acc = typename Op::Acc;
   Acc* const sums = partials + int64_t{part} * op.Outputs() * op.cols;
   const auto write = [&](bool is_bias, const Acc(&values)[Op::kVec]) {
-    void* const final = is_bias ? gradients.dbias : gradients.dscale;
-    Acc* const partial = sums + (is_bias && op.need_scale ? op.cols : 0);
     if (parts > 1) {
-      StoreColumns<Op>(partial, first, op.cols, values);
-    } else if (gradients.exact) {
-      StoreColumns<Op>(static_cast<Acc*>(final) + group * op.cols, first, op.cols, values);
+      StoreColumns<Op>(sums + (is_bias && op.need_scale ? op.cols : 0), first, op.cols, values);
     } else {
-      StoreColumns<Op>(static_cast<typename Op::T*>(final) + group * op.cols, first, op.cols, values);
+      StoreGradient(op, gradients, is_bias, first, values, group);
     }
   };
   if (op.need_scale) write(false, dscale);
@@ -339,6 +347,7 @@ __device__ __forceinline__ void StoreGradients(const Op& op, const NormBwdGradie
 
 // Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns times kWide columns for each block.
 inline constexpr int kSumThreads = 256;
+inline constexpr int kSumBlocks = 2;  // of a multiprocessor, if that is enough for all
 inline constexpr int kSumAhead =
     10;  // parts that a thread loads at once: all, if there are two for each multiprocessor
 template <typename T, int kWide>
@@ -358,7 +367,7 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int i = 0; i < kWide; ++i) sum.v[i] += more.v[i];
   };
   if (column < total) {
-    const Acc* p = partials + group * parts * width + c;
+    const Acc* p = partials + WaitForLaunchBefore(group * parts * width + c);
     for (int b = y; b < parts; b += kSumAhead * ways) {
       Columns loaded[kSumAhead] = {};
 #pragma unroll
@@ -401,7 +410,12 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
     const bool few = total <= 2 * device.sms;
     const int ways = std::clamp(NextPowerOfTwo(parts / (few ? 4 : 8)), 1, few ? 64 : 32);
     const int log2_columns = std::countr_zero(static_cast<unsigned>(kSumThreads / ways));
-    const Grid grid = {.blocks = CeilDiv(total, int64_t{kWide} << log2_columns), .threads = kSumThreads};
+    Grid grid = {.blocks = CeilDiv(total, int64_t{kWide} << log2_columns), .threads = kSumThreads, .early = true};
+    // They begin where blocks of the launch before have ended: on few multiprocessors, 8 on each, all of whose loads would
+    // wait for each other. Shared memory that nobody uses keeps them apart.
+    if (device.clusters && grid.blocks <= int64_t{device.sms} * kSumBlocks) {
+      grid.shared_bytes = device.max_shared_bytes / kSumBlocks - kStaticSharedBytes;
+    }
     return Launch<NormBwdSumKernel<T, kWide>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
                                               width, total, log2_columns, Gradients<Op>(args));
   };

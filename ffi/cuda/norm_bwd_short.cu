@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
 
   // The sums of a warp's rows, and then of all warps.
   if (op.Outputs() == 0) return;
+  LetNextBegin();
   auto* const total = reinterpret_cast<Acc*>(shared_bytes);
   const int warp = threadIdx.x / kWarp, warps = static_cast<int>(blockDim.x) / kWarp, width = op.Outputs() * cols;
 #pragma unroll

@@ -188,6 +188,33 @@ def test_norm_few_long_rows(op, dtype, shape, residual):
     test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
 
 
+@pytest.mark.parametrize("shape", [(70, 65544), (9, 131080)])
+@pytest.mark.parametrize("argnums", [0, (0, 1), (0, 2), (0, 1, 2)])
+def test_norm_few_long_rows_one_gradient(shape, argnums):
+    """The same results whichever gradients are wanted: groups of blocks share those of parameters."""
+    x, scale, bias = (
+        rand(shape, "bfloat16"),
+        rand(shape[1:], "float32", 1),
+        rand(shape[1:], "float32", 2),
+    )
+    dy = rand(shape, "bfloat16", 3)
+
+    def gradients(argnums):
+        return jax.jit(
+            jax.grad(
+                lambda *args: jnp.vdot(
+                    jaxnorm.layer_norm(*args).astype("float32"), dy.astype("float32")
+                ),
+                argnums,
+            )
+        )(x, scale, bias)
+
+    everything = gradients((0, 1, 2))
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    for i, got in zip(wanted, jax.tree.leaves(gradients(argnums)), strict=True):
+        np.testing.assert_array_equal(got, everything[i])
+
+
 @pytest.mark.parametrize("op", cases.NORMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -877,6 +904,7 @@ def test_calls_are_captured_in_a_cuda_graph(tmp_path):
     result = processes.run("graph", tmp_path, env={"JAX_PLATFORMS": "cuda", "XLA_FLAGS": flags})
     assert result["error"] < 1e-5
     assert result["few_rows_alike"]
+    assert result["gradients_alike"]
     assert result["thunks"], "no thunk dump: look for the name of the file in this XLA version"
     assert set(result["captured"]) == {
         "jaxnorm_softmax_fwd",

@@ -3,7 +3,8 @@
 // Each group of blocks has some of the rows, and each of its blocks some columns of them: a thread owns a slot or two, whose
 // scale and sums for gradients it keeps in registers. Rows are on their way to shared memory several turns before they
 // are reduced, and stay there until they are written, some turns later. Meanwhile the blocks exchange their sums
-// through global memory, for which a block has warps of its own.
+// through global memory, for which a block has warps of its own. Likewise groups exchange their sums for the gradients of
+// parameters, which are complete while the last rows wait to be written; each adds up a part of its columns.
 #include "norm_bwd.cuh"
 
 namespace jaxnorm {
@@ -15,22 +16,33 @@ inline constexpr int kFewSlots = 2;    // of a thread, at most
 inline constexpr int kFewRows = 64;    // of a group, at most
 inline constexpr int kFewPlaces = 16;  // for the sums of rows: more than are between those that any two warps work on
 
+// Sums for gradients are written when they are complete, before the last rows. The loop then needs registers that there are
+// none left of before Hopper.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kStoreEarly = false;
+#else
+inline constexpr bool kStoreEarly = true;
+#endif
+
 // Rows in shared memory, and turns from reducing one to writing it. The exchange takes about as long as the larger lag
-// if a thread has one slot, and as the smaller one if it has two.
-template <int kStages_, int kLag_>
+// if a thread has one slot, and as the smaller one if it has two. kOnce: reads are evict-first, as arrays are so large that
+// what a call reads would else displace what calls before have written (8 x 1048576 6% less time; smaller ones 1% more).
+template <int kStages_, int kLag_, bool kOnce_>
 struct FewWindow {
   static constexpr int kStages = kStages_, kLag = kLag_;
+  static constexpr bool kOnce = kOnce_;
   static_assert(kFewPlaces > 2 * kLag && kStages > kLag + 1);
 };
-using WideWindow = FewWindow<7, 3>;
-using NarrowWindow = FewWindow<13, 6>;
+using WideWindow = FewWindow<7, 3, true>;
+using NarrowWindow = FewWindow<13, 6, false>;
 
 // Block i has chunk i % chunks of rows [i / chunks * rows, i / chunks * rows + rows).
 template <typename Sums>
 struct NormBwdFewPlan {
   int rows = 1, groups = 1;
   int chunks = 1, chunk_slots = 0;
-  Post<Sums>* posts = nullptr;  // [op.rows][chunks]
+  Post<Sums>* posts = nullptr;           // [op.rows][chunks]
+  Post<Sums>* gradient_posts = nullptr;  // [chunks][groups], which say that partial sums are there
   uint64_t tag = 0;
 };
 
@@ -48,11 +60,13 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
   __shared__ alignas(kVecBytes) Sums parts[kFewPlaces][kFewWarps];
   __shared__ typename Op::Final finals[kFewPlaces];
   __shared__ typename Op::Statistics statistics[kFewRows];
-  __shared__ uint64_t summed[kFewRows], known[kFewRows];  // barriers: the block's share of a row, and its final
+  // Barriers: the block's share of a row, and its final; behind the last row the block's partial sums, and those of others.
+  __shared__ uint64_t summed[kFewRows + 1], known[kFewRows + 1];
   const int group = blockIdx.x / plan.chunks, chunk = blockIdx.x - group * plan.chunks;
   const int64_t first_row = int64_t{group} * plan.rows;
   const int rows = static_cast<int>(min(op.rows - first_row, static_cast<int64_t>(plan.rows)));
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const bool groups_meet = plan.groups > 1 && op.Outputs() > 0;
 
   const int begin = chunk * plan.chunk_slots, slots = min(plan.chunk_slots, op.Slots() - begin);
   const auto active = [&](int h) { return static_cast<int>(threadIdx.x) + h * kFewThreads < slots; };
@@ -63,16 +77,25 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
   const auto at = [&](int stage, int h, int k) {
     return own + (stage * 2 + k) * array_bytes + h * (kFewThreads * kVecBytes);
   };
-  const auto from = [&](int r, int h, int k) {
-    return op.Beside(op.x.data + (offset + r * int64_t{op.cols} + h * (kFewThreads * kVec)), k);
-  };
+  const auto from = [&](int r, int k) { return op.Beside(op.x.data + (offset + r * int64_t{op.cols}), k); };
+  const L2Policy once = EvictFirst();
   const auto copy = [&](int r, int stage) {
     if (r >= rows) return;
+    // Not unrolled: of two such copies with a policy, ptxas 13.0 makes an instruction that there is not.
+#pragma unroll 1
+    for (int k = 0; k < 2; ++k) {
+      const T* const global = from(r, k);
+      const uint32_t shared = at(stage, 0, k);
 #pragma unroll
-    for (int h = 0; h < kSlots; ++h) {
-      if (!active(h)) continue;
-      CopyAsync(at(stage, h, 0), from(r, h, 0));
-      CopyAsync(at(stage, h, 1), from(r, h, 1));
+      for (int h = 0; h < kSlots; ++h) {
+        if (!active(h)) continue;
+        const uint32_t to = shared + h * (kFewThreads * kVecBytes);
+        if constexpr (Window::kOnce) {
+          CopyAsync(to, global + h * (kFewThreads * kVec), once);
+        } else {
+          CopyAsync(to, global + h * (kFewThreads * kVec));
+        }
+      }
     }
   };
   Acc sc[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
@@ -85,36 +108,43 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
 #pragma unroll
     for (int h = 0; h < kSlots; ++h) op.Scale(0, active(h) ? column(h) : 0, sc[h]);
   } else {
-    for (int r = threadIdx.x - kFewThreads; r < rows; r += kExchangeWarps * kWarp) {
+    for (int r = threadIdx.x - kFewThreads; r <= rows; r += kExchangeWarps * kWarp) {
       InitBarrier(&summed[r], kFewWarps);
       InitBarrier(&known[r], 1);
-      statistics[r] = op.StatisticsOf(first_row + r, true);
+      if (r < rows) statistics[r] = op.StatisticsOf(first_row + r, true);
     }
   }
   __syncthreads();
 
   if (warp >= kFewWarps) {
-    for (int r = warp - kFewWarps; r < rows; r += kExchangeWarps) {
+    // Rows and, behind the last one, what only says that partial sums are there: they are written before the block's post, and
+    // read after those of others.
+    for (int r = warp - kFewWarps; r < rows + groups_meet; r += kExchangeWarps) {
+      const bool is_row = r < rows;
+      Post<Sums>* const posts =
+          is_row ? plan.posts + (first_row + r) * plan.chunks : plan.gradient_posts + chunk * plan.groups;
+      const int count = is_row ? plan.chunks : plan.groups;
       WaitForBarrier(SharedAddress(&summed[r]), 0);
-      Sums sums = lane < kFewWarps ? parts[r % kFewPlaces][lane] : Sums::Identity();
+      Sums sums = is_row && lane < kFewWarps ? parts[r % kFewPlaces][lane] : Sums::Identity();
       sums = Sums::MergeLanes(sums, kWarp);
-      Post<Sums>* const posts = plan.posts + (first_row + r) * plan.chunks;
-      if (lane == 0) posts[chunk].Write(sums, plan.tag);
+      if (!is_row) __threadfence();
+      if (lane == 0) posts[is_row ? chunk : group].Write(sums, plan.tag);
       Sums of_blocks[kLanePosts];
-      ReadPosts(posts, plan.chunks, plan.tag, of_blocks);
+      ReadPosts(posts, count, plan.tag, of_blocks);
+      if (!is_row) __threadfence();
       sums = Sums::Identity();
 #pragma unroll
       for (int i = 0; i < kLanePosts; ++i) {
-        if (lane + i * kWarp < plan.chunks) sums = Sums::Merge(sums, of_blocks[i]);
+        if (lane + i * kWarp < count) sums = Sums::Merge(sums, of_blocks[i]);
       }
       sums = Sums::MergeLanes(sums, kWarp);
       int left_before = 0;
       if (lane == 0) {
-        finals[r % kFewPlaces] = op.Finish(sums);
+        if (is_row) finals[r % kFewPlaces] = op.Finish(sums);
         ArriveAtBarrier(SharedAddress(&known[r]));
         left_before = posts[0].Count();
       }
-      ClearAfterLast(posts, plan.chunks, left_before);
+      ClearAfterLast(posts, count, left_before);
     }
     return;
   }
@@ -126,6 +156,14 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
     for (int i = 0; i < kVec; ++i) dscale[h][i] = dbias[h][i] = 0;
   }
 
+  const auto store_sums = [&] {
+#pragma unroll
+    for (int h = 0; h < kSlots; ++h) {
+      if (active(h)) StoreGradients(op, gradients, partials, plan.groups, group, column(h), dscale[h], dbias[h]);
+    }
+    __syncwarp();
+    if (lane == 0) ArriveAtBarrier(SharedAddress(&summed[rows]));
+  };
   const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
   int stage = 0, written_stage = 0;
 #pragma unroll 1
@@ -148,12 +186,14 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
       __syncwarp();
       if (lane == 0) ArriveAtBarrier(SharedAddress(&summed[turn]));
       stage = after(stage);
+    } else if (kStoreEarly && turn == rows) {
+      store_sums();
     }
     if (const int r = turn - kLag; r >= 0) {
       V added[kSlots];
 #pragma unroll
       for (int h = 0; h < kSlots; ++h) {
-        if (op.Has(2) && active(h)) added[h] = jaxnorm::Load(from(r, h, 2));
+        if (op.Has(2) && active(h)) added[h] = jaxnorm::Load(from(r, 2) + h * (kFewThreads * kVec));
       }
       WaitForBarrier(SharedAddress(&known[r]), 0);
       const auto final = finals[r % kFewPlaces];
@@ -171,9 +211,22 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
     }
     CopyCommit();
   }
+  if (!kStoreEarly) store_sums();
+  if (!groups_meet) return;
+  WaitForBarrier(SharedAddress(&known[rows]), 0);
+#pragma unroll 1
+  for (int i = group * kFewThreads + threadIdx.x; i < op.Outputs() * slots; i += plan.groups * kFewThreads) {
+    const bool second = i >= slots;
+    const int first = (begin + (second ? i - slots : i)) * kVec;
+    const Acc* of_group = partials + (second ? op.cols : 0) + first;
+    Acc sum[kVec] = {};
+#pragma unroll 4
+    for (int g = 0; g < plan.groups; ++g, of_group += op.Outputs() * op.cols) {
+      const auto more = *reinterpret_cast<const Vec<Acc, kVec>*>(of_group);
 #pragma unroll
-  for (int h = 0; h < kSlots; ++h) {
-    if (active(h)) StoreGradients(op, gradients, partials, plan.groups, group, column(h), dscale[h], dbias[h]);
+      for (int j = 0; j < kVec; ++j) sum[j] += more.v[j];
+    }
+    StoreGradient(op, gradients, second || !op.need_scale, first, sum);
   }
 }
 
@@ -194,7 +247,8 @@ bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& o
   plan.chunks = static_cast<int>(CeilDiv(op.Slots(), plan.chunk_slots));
   const int64_t row_bytes = int64_t{2} * plan.chunk_slots * kVecBytes;
   const int64_t room = device.max_shared_bytes - kStaticSharedBytes;
-  const int64_t post_bytes = op.rows * plan.chunks * static_cast<int64_t>(sizeof(Post<Sums>));
+  const int64_t posts = op.rows * plan.chunks, all_posts = posts + int64_t{plan.chunks} * plan.groups;
+  const int64_t post_bytes = all_posts * static_cast<int64_t>(sizeof(Post<Sums>));
   const int64_t partial_bytes =
       plan.groups == 1 ? 0 : int64_t{plan.groups} * op.Outputs() * op.cols * static_cast<int64_t>(sizeof(Acc));
   if (plan.rows > kFewRows || plan.groups > device.sms || plan.chunk_slots > kFewThreads * kFewSlots ||
@@ -203,6 +257,7 @@ bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& o
     return false;
   }
   plan.posts = static_cast<Post<Sums>*>(scratch.untyped_data());
+  plan.gradient_posts = plan.posts + posts;
   plan.tag = LaunchTag();
   Acc* const partials = reinterpret_cast<Acc*>(static_cast<char*>(scratch.untyped_data()) + post_bytes);
   const auto launch = [&]<typename Window>(Window) {
@@ -214,9 +269,6 @@ bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& o
                                                 Gradients<Op>(args));
   };
   *status = NarrowWindow::kStages * row_bytes <= room ? launch(NarrowWindow()) : launch(WideWindow());
-  if (plan.groups > 1 && op.Outputs() > 0 && status->success()) {
-    *status = LaunchSum(device, stream, op, args, partials, plan.groups);
-  }
   return true;
 }
 

@@ -49,6 +49,29 @@ for normalize in (jaxnorm.layer_norm, lambda x: jaxnorm.batch_norm(x, axis=0)[0]
     results = [np.asarray(compiled(few + i % 2)) for i in range(10)]
     few_rows_alike &= all(np.array_equal(results[i], results[i % 2]) for i in range(10))
 
+
+# So do they of sums for the gradients of parameters; those of many rows a second launch adds up, which begins early.
+def gradients(x, scale, bias):
+    def loss(*args):
+        return jnp.sum(jnp.sin(jaxnorm.layer_norm(*args)))
+
+    return jax.grad(loss, (0, 1, 2))(x, scale, bias)
+
+
+gradients_alike = True
+for shape in (few.shape, (5000, 128), (700, 4096)):
+    many = jnp.resize(few, shape)
+    scale, bias = many[0] + 1, many[1]
+    compiled = jax.jit(gradients)
+    results = [jax.device_get(compiled(many * (i % 2 + 1), scale, bias)) for i in range(10)]
+    expected = [jax.device_get(gradients(many * (i + 1), scale, bias)) for i in range(2)]
+    for i, result in enumerate(results):
+        gradients_alike &= all(map(np.array_equal, result, results[i % 2]))
+        gradients_alike &= all(
+            np.allclose(a, b, rtol=1e-4, atol=1e-3)
+            for a, b in zip(result, expected[i % 2], strict=True)
+        )
+
 # The thunk sequence has a line per thunk with its number, those of a command buffer further indented than it; the
 # metadata names the thunks.
 dump = {
@@ -77,6 +100,7 @@ print(
         {
             "error": error,
             "few_rows_alike": few_rows_alike,
+            "gradients_alike": gradients_alike,
             "thunks": [p.name for p in dump.values() if p],
             "captured": sorted(captured_names - {None}),
         }

@@ -236,7 +236,11 @@ def _record(case, direction, name, timed, base, *, error, copy, cold, sizes) -> 
     # they can be told apart, and there is no rate where they cannot. Elsewhere there are none,
     # whatever a library calls its kernels.
     products = timed.matmul_seconds if case.program else 0.0
-    record |= {"kernels": timed.kernels, "matmul_seconds": products}
+    record |= {
+        "kernels": timed.kernels,
+        "matmul_seconds": products,
+        "gap_seconds": timed.gap_seconds,
+    }
     own = timed.median - products
     if own > 0 and (case.program in ("", "scores") or products > 0):
         record["bytes_per_second"] = case.min_bytes(direction) / own

@@ -141,8 +141,8 @@ def kernel_times(step: Callable[[], object]) -> dict:
     if not events:
         raise RuntimeError("the trace shows no kernel of the step")
     groups, kernels = collections.Counter(), collections.Counter()
-    launches = collections.Counter(name for name, _ in events)
-    for name, seconds in events:
+    launches = collections.Counter(event.name for event in events)
+    for name, seconds, _ in events:
         groups[group(name)] += seconds / calls
         kernels[name] += seconds / calls
     return {

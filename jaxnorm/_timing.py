@@ -18,11 +18,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Event = tuple[str, float]  # kernel name, seconds in which no earlier kernel ran
+
+class Event(NamedTuple):
+    """A kernel of a trace."""
+
+    name: str
+    seconds: float  # in which no earlier kernel ran
+    gap: float = 0.0  # seconds before it in which none ran
+
 
 # A set is cold again once this many times the L2's size has passed through the cache.
 ROTATION_FACTOR = 2.5
@@ -50,6 +58,9 @@ class Timing:
     clock: str
     kernels: int | None = None  # per call
     matmul_seconds: float = 0.0  # median part of a call spent in matrix multiplications
+    gap_seconds: float | None = (
+        None  # median time between a call's kernels, which `seconds` do not have
+    )
 
     @property
     def median(self) -> float:
@@ -100,7 +111,7 @@ def trace_events(body: Callable[[], None]) -> list[Event]:
 def stream_events(profile) -> list[Event]:
     """Events on the streams of a profile's GPU planes, in order of their start.
 
-    Each has the time in which none of those before it ran: the sum is the time in which any did.
+    Each has the time in which none of those before it ran, so the sum is the time in which any did.
     """
     events = [
         (event.start_ns, event.name, event.start_ns + event.duration_ns)
@@ -110,10 +121,12 @@ def stream_events(profile) -> list[Event]:
         if line.name.startswith("Stream")  # other lines repeat the same time by operation or module
         for event in line.events
     ]
-    found, busy_until = [], 0
+    found, busy_until = [], None
     for start, name, end in sorted(events):
-        found.append((name, max(0, end - max(start, busy_until)) * 1e-9))
-        busy_until = max(busy_until, end)
+        begin = start if busy_until is None else max(start, busy_until)
+        gap = 0 if busy_until is None else begin - busy_until
+        found.append(Event(name, max(0, end - begin) * 1e-9, gap * 1e-9))
+        busy_until = max(begin, end)
     return found
 
 
@@ -133,31 +146,46 @@ def find_clock(wanted: str = "auto") -> tuple[str, str]:
         events = trace_events(lambda: jax.block_until_ready([flip(x) for _ in range(3)]))
     except Exception as error:
         return "wall", f"trace: {type(error).__name__}: {error}"
-    if len(events) == 3 and all(1e-7 < seconds < 1e-2 for _, seconds in events):
+    if len(events) == 3 and all(1e-7 < event.seconds < 1e-2 for event in events):
         return "trace", ""
     return "wall", f"trace: three calls gave {events}"
 
 
-def split_events(events: Sequence[Event], calls: int) -> tuple[list[float], int | None, float]:
-    """Durations of `calls` calls, kernels per call, and a call's time in matrix products.
+class Calls(NamedTuple):
+    """What the kernels of some calls took."""
+
+    seconds: list[float]  # of each call, without gaps; or one mean
+    kernels: int | None  # of a call, if all have as many
+    matmul: float  # of a call, in matrix products
+    gap: float | None  # of a call, between its kernels
+
+
+def split_events(events: Sequence[Event], calls: int) -> Calls:
+    """Durations of `calls` calls; matrix products and gaps are medians.
 
     When the kernels cannot be shared out evenly and alike, one figure is returned: the mean, with
-    None for the number of kernels.
+    None for the number of kernels and the gap.
 
-    >>> split_events([("a", 1.0), ("b", 2.0), ("a", 1.5), ("b", 2.5)], calls=2)
-    ([3.0, 4.0], 2, 0.0)
+    >>> split_events([Event("a", 1, 9), Event("b", 2, 0.5), Event("a", 1.5, 9), Event("b", 2.5, 0.5)], 2)
+    Calls(seconds=[3, 4.0], kernels=2, matmul=0.0, gap=0.5)
     """
     if not events:
         raise RuntimeError("the calls launched no kernel that the clock can see")
     per_call, rest = divmod(len(events), calls)
     groups = [events[i * per_call : (i + 1) * per_call] for i in range(calls)]
-    names = {tuple(name for name, _ in group) for group in groups}
+    names = {tuple(event.name for event in group) for group in groups}
+
+    def matmul(events):
+        return sum(event.seconds for event in events if MATMUL.search(event.name))
+
     if rest or len(names) > 1:
-        matmul = sum(seconds for name, seconds in events if MATMUL.search(name))
-        return [sum(seconds for _, seconds in events) / calls], None, matmul / calls
-    matmul = [sum(seconds for name, seconds in group if MATMUL.search(name)) for group in groups]
-    totals = [sum(seconds for _, seconds in group) for group in groups]
-    return totals, per_call, statistics.median(matmul)
+        return Calls([sum(e.seconds for e in events) / calls], None, matmul(events) / calls, None)
+    return Calls(
+        [sum(event.seconds for event in group) for group in groups],
+        per_call,
+        statistics.median(map(matmul, groups)),
+        statistics.median(sum(event.gap for event in group[1:]) for group in groups),
+    )
 
 
 # ---- measuring ----
@@ -249,7 +277,7 @@ def _measure_wall(runners, calls) -> dict[str, Timing | Exception]:
 
 
 def _measure_kernels(runners, calls, rounds) -> dict[str, Timing | Exception]:
-    parts: dict[str, list] = {key: [] for key in runners}
+    parts: dict[str, list[Calls]] = {key: [] for key in runners}
     failed: dict[str, Timing | Exception] = {}
 
     def run(runner):
@@ -264,7 +292,7 @@ def _measure_kernels(runners, calls, rounds) -> dict[str, Timing | Exception]:
                 continue
             try:
                 events = trace_events(functools.partial(run, runner))
-                kernels = [event for event in events if not _COPY.match(event[0])]
+                kernels = [event for event in events if not _COPY.match(event.name)]
                 parts[key].append(split_events(kernels, calls))
             except Exception as error:
                 failed[key] = error
@@ -272,13 +300,15 @@ def _measure_kernels(runners, calls, rounds) -> dict[str, Timing | Exception]:
     for key, found in parts.items():
         if key in failed:
             continue
-        kernels = {count for _, count, _ in found}
+        kernels = {part.kernels for part in found}
         exact = len(kernels) == 1 and None not in kernels
+        gaps = [part.gap for part in found if part.gap is not None]
         done[key] = Timing(
-            tuple(s for totals, _, _ in found for s in totals),
+            tuple(s for part in found for s in part.seconds),
             "trace" if exact else "trace mean",
             kernels.pop() if exact else None,
-            statistics.median(matmul for _, _, matmul in found),
+            statistics.median(part.matmul for part in found),
+            statistics.median(gaps) if exact else None,
         )
     return done | failed
 

@@ -154,11 +154,11 @@ def test_min_bytes_of_an_unknown_direction():
 
 
 def test_split_events():
-    two = [("a", 1.0), ("gemm_b", 2.0)]
-    assert _timing.split_events(two * 3, calls=3) == ([3.0, 3.0, 3.0], 2, 2.0)
+    a, b = _timing.Event("a", 1.0, 7.0), _timing.Event("gemm_b", 2.0, 0.5)
+    assert _timing.split_events([a, b] * 3, calls=3) == ([3.0, 3.0, 3.0], 2, 2.0, 0.5)
     # Kernels that cannot be shared out: one mean.
-    assert _timing.split_events([*two, ("a", 3.0)], calls=2) == ([3.0], None, 1.0)
-    assert _timing.split_events([("a", 1.0), ("b", 2.0)], calls=2) == ([1.5], None, 0.0)
+    assert _timing.split_events([a, b, a], calls=2) == ([2.0], None, 1.0, None)
+    assert _timing.split_events([a, b], calls=2) == ([1.5], None, 1.0, None)
     with pytest.raises(RuntimeError, match="no kernel"):
         _timing.split_events([], calls=2)
 
@@ -196,7 +196,11 @@ def test_measure_kernels(monkeypatch):
     seen = []
 
     def launch(_):
-        seen.extend([("jaxnorm::SplitKernel", 0.5e-3), ("nvjet_gemm", 0.25e-3), ("MemcpyD2D", 1)])
+        first, second = (
+            _timing.Event("jaxnorm::SplitKernel", 0.5e-3, 1),
+            _timing.Event("nvjet_gemm", 0.25e-3, 1e-6),
+        )
+        seen.extend([first, second, _timing.Event("MemcpyD2D", 1)])
         return jnp.zeros(())
 
     def trace(body):
@@ -211,10 +215,11 @@ def test_measure_kernels(monkeypatch):
     assert found.kernels == 2
     assert found.seconds == pytest.approx((0.75e-3,) * 6)
     assert found.matmul_seconds == pytest.approx(0.25e-3)
+    assert found.gap_seconds == pytest.approx(1e-6)
 
 
 def test_stream_events():
-    """In order of their start; where two run at once, that time is the first one's."""
+    """In order of their start; where two run at once, that time is the first one's, and no gap is before the other."""
 
     def event(name, start, duration):
         return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration)
@@ -227,15 +232,21 @@ def test_stream_events():
 
     gpu = plane(
         "/device:GPU:0",
-        line("Stream #14(Compute)", event("late", 2500, 2000), event("early", 1000, 1000)),
+        line(
+            "Stream #14(Compute)",
+            event("last", 5000, 500),
+            event("late", 2500, 2000),
+            event("early", 1000, 1000),
+        ),
         line("Stream #15(Compute)", event("over", 1900, 700), event("within", 1100, 300)),
         line("XLA Ops", event("fusion", 1, 3000)),
     )
     host = plane("/host:CPU", line("python", event("call", 0, 9000)))
     profile = types.SimpleNamespace(planes=[host, gpu])
-    names, seconds = zip(*_timing.stream_events(profile), strict=True)
-    assert names == ("early", "within", "over", "late")
-    assert seconds == pytest.approx((1e-6, 0, 0.6e-6, 1.9e-6))
+    names, seconds, gaps = zip(*_timing.stream_events(profile), strict=True)
+    assert names == ("early", "within", "over", "late", "last")
+    assert seconds == pytest.approx((1e-6, 0, 0.6e-6, 1.9e-6, 0.5e-6))
+    assert gaps == pytest.approx((0, 0, 0, 0, 0.5e-6))
 
 
 def test_rotation(monkeypatch):
@@ -629,7 +640,8 @@ def test_kernel_times(monkeypatch):
 
     def trace(body):
         body()
-        return [("nvjet", 0.5), ("loop_add_fusion", 0.25), ("loop_add_fusion", 0.5)] * len(steps)
+        step = [("nvjet", 0.5), ("loop_add_fusion", 0.25), ("loop_add_fusion", 0.5)]
+        return [_timing.Event(*kernel) for kernel in step] * len(steps)
 
     monkeypatch.setattr(_timing, "trace_events", trace)
     found = train.kernel_times(lambda: steps.append(jnp.zeros(())))

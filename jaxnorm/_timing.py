@@ -58,9 +58,7 @@ class Timing:
     clock: str
     kernels: int | None = None  # per call
     matmul_seconds: float = 0.0  # median part of a call spent in matrix multiplications
-    gap_seconds: float | None = (
-        None  # median time between a call's kernels, which `seconds` do not have
-    )
+    gap_seconds: float | None = None  # median time between a call's kernels, not in `seconds`
 
     @property
     def median(self) -> float:

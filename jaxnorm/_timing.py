@@ -119,11 +119,10 @@ def stream_events(profile) -> list[Event]:
         if line.name.startswith("Stream")  # other lines repeat the same time by operation or module
         for event in line.events
     ]
-    found, busy_until = [], None
+    found, busy_until = [], min((start for start, _, _ in events), default=0)
     for start, name, end in sorted(events):
-        begin = start if busy_until is None else max(start, busy_until)
-        gap = 0 if busy_until is None else begin - busy_until
-        found.append(Event(name, max(0, end - begin) * 1e-9, gap * 1e-9))
+        begin = max(start, busy_until)
+        found.append(Event(name, max(0, end - begin) * 1e-9, (begin - busy_until) * 1e-9))
         busy_until = max(begin, end)
     return found
 

@@ -251,8 +251,8 @@ bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& o
   const int64_t post_bytes = all_posts * static_cast<int64_t>(sizeof(Post<Sums>));
   const int64_t partial_bytes =
       plan.groups == 1 ? 0 : int64_t{plan.groups} * op.Outputs() * op.cols * static_cast<int64_t>(sizeof(Acc));
-  if (plan.rows > kFewRows || plan.groups > device.sms || plan.chunk_slots > kFewThreads * kFewSlots ||
-      WideWindow::kStages * row_bytes > room ||
+  if (plan.rows > kFewRows || plan.groups > std::min(device.sms, kMaxPosts) ||
+      plan.chunk_slots > kFewThreads * kFewSlots || WideWindow::kStages * row_bytes > room ||
       post_bytes + partial_bytes > static_cast<int64_t>(scratch.size_bytes())) {
     return false;
   }

@@ -333,9 +333,11 @@ ffi::Error Reduce(const DeviceInfo& device, cudaStream_t stream, const GroupArra
     ++plan.span_bits;
   }
   plan.blocks = static_cast<uint32_t>((lines.channels - 1) / (kFinalThreads / lanes()) + 1);
-  return Launch<BatchNormFinalKernel<T, P>>(
-      device, stream, Grid{.blocks = plan.blocks * arrays.groups, .threads = kFinalThreads, .early = any},
-      "BatchNormFinalKernel", plan, static_cast<AccT<T>>(epsilon), lines);
+  const int64_t blocks = plan.blocks * arrays.groups;
+  const Grid grid = {
+      .blocks = blocks, .threads = kFinalThreads, .shared_bytes = any ? SpreadBytes(device, blocks) : 0, .early = any};
+  return Launch<BatchNormFinalKernel<T, P>>(device, stream, grid, "BatchNormFinalKernel", plan,
+                                            static_cast<AccT<T>>(epsilon), lines);
 }
 
 }  // namespace jaxnorm

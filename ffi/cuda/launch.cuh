@@ -16,6 +16,8 @@ namespace jaxnorm {
 
 inline constexpr int kMaxDevices = 64;
 
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct DeviceInfo {
   int ordinal = 0;
   int sms = 0;
@@ -88,6 +90,18 @@ __device__ __forceinline__ void LetNextBegin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Blocks of an early launch find room where blocks of the one before have ended, and all would go to the multiprocessors that
+// are done before others, where their loads wait for each other. Shared memory that nobody uses, of so many bytes, spreads
+// them over all. They have no more than kStaticSharedBytes of their own.
+inline int SpreadBytes(const DeviceInfo& device, int64_t blocks) {
+  constexpr int kLeast = 2, kMost = 6;        // blocks of a multiprocessor: with more there is little to spread
+  constexpr int kReservedSharedBytes = 1024;  // of each block, by the system
+  const int64_t at_once = std::max<int64_t>(CeilDiv(blocks, int64_t{device.sms}), kLeast);
+  if (!device.clusters || at_once > kMost) return 0;
+  const int64_t all = device.max_shared_bytes + kReservedSharedBytes;
+  return static_cast<int>(all / at_once) - kReservedSharedBytes - kStaticSharedBytes;
 }
 
 // Until all that launches before have written is there. Addresses are computed from the result, which is `index`: the

@@ -347,7 +347,6 @@ __device__ __forceinline__ void StoreGradients(const Op& op, const NormBwdGradie
 
 // Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns times kWide columns for each block.
 inline constexpr int kSumThreads = 256;
-inline constexpr int kSumBlocks = 2;  // of a multiprocessor, if that is enough for all
 inline constexpr int kSumAhead =
     10;  // parts that a thread loads at once: all, if there are two for each multiprocessor
 template <typename T, int kWide>
@@ -410,12 +409,9 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
     const bool few = total <= 2 * device.sms;
     const int ways = std::clamp(NextPowerOfTwo(parts / (few ? 4 : 8)), 1, few ? 64 : 32);
     const int log2_columns = std::countr_zero(static_cast<unsigned>(kSumThreads / ways));
-    Grid grid = {.blocks = CeilDiv(total, int64_t{kWide} << log2_columns), .threads = kSumThreads, .early = true};
-    // They begin where blocks of the launch before have ended: on few multiprocessors, 8 on each, all of whose loads would
-    // wait for each other. Shared memory that nobody uses keeps them apart.
-    if (device.clusters && grid.blocks <= int64_t{device.sms} * kSumBlocks) {
-      grid.shared_bytes = device.max_shared_bytes / kSumBlocks - kStaticSharedBytes;
-    }
+    const int64_t blocks = CeilDiv(total, int64_t{kWide} << log2_columns);
+    const Grid grid = {
+        .blocks = blocks, .threads = kSumThreads, .shared_bytes = SpreadBytes(device, blocks), .early = true};
     return Launch<NormBwdSumKernel<T, kWide>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
                                               width, total, log2_columns, Gradients<Op>(args));
   };

@@ -583,8 +583,6 @@ __global__ void __launch_bounds__(kSplitThreads<Op>, 1)
 
 // ---- Choosing ----
 
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // How many a part has if n are cut into at most `parts`, each of which begins at a multiple of `step`.
 inline int64_t AlignedPart(int64_t n, int64_t parts, int64_t step) { return CeilDiv(CeilDiv(n, step), parts) * step; }
 

@@ -46,7 +46,6 @@ __device__ __forceinline__ typename Op::Final FinishPosts(const Op& op, Center c
 #pragma unroll
   for (int i = 0; i < kLanePosts; ++i) {
     const int count = max(min(op.cols - (begin + i * (kWarp * chunk_cols)), chunk_cols), 0);  // 0 beside the posts
-    if (count == 0) values[i] = {};
     parts[i] = {static_cast<Acc>(count), values[i].mean, values[i].squares};
   }
   const auto all = op.MergeLanes(center, parts, kWarp, static_cast<Acc>(op.cols), op.inverse_cols);

@@ -263,8 +263,8 @@ __device__ __forceinline__ P MergeCluster(P value, int cluster, int rank, Cluste
 
 inline constexpr uint64_t kTagStep = 1 << 16;
 
-// Whether no lane of a warp misses a post. All read again until all are there: where lanes wait by themselves, a warp that
-// has found its posts at different times goes on as several, and the exchange takes 0.3 us more of about 2.
+// Whether no lane of a warp misses a post. All wait until all are there: where lanes wait by themselves, a warp that has found
+// its posts at different times goes on as several, and the exchange takes 0.3 us more of about 2.
 __device__ __forceinline__ bool AllThere(bool there) { return __all_sync(kAllLanes, there); }
 
 // A value in global memory, for other blocks. 16 bytes are written and read at once; 8 of them are the launch's tag, so
@@ -300,23 +300,26 @@ struct Post {
 
   // By all lanes of a warp, of which those get a value that want one.
   __device__ __forceinline__ P Read(uint64_t tag, bool wanted) const {
-    P value;
-    while (!AllThere(!wanted || TryRead(tag, value))) continue;
+    P value{};
+    while (!AllThere(TryRead(tag, value, wanted))) continue;
     return value;
   }
 
-  // Whether it is there yet. All parts are read at once.
-  __device__ __forceinline__ bool TryRead(uint64_t tag, P& value) const {
+  // Whether it is there yet. All parts are read at once, if `wanted`; else `value` stays what it is, and is there.
+  __device__ __forceinline__ bool TryRead(uint64_t tag, P& value, bool wanted = true) const {
     constexpr int kWords = sizeof(P) / sizeof(uint32_t);
-    WordsOf<P> words;
+    auto words = std::bit_cast<WordsOf<P>>(value);
     bool there = true;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      uint64_t found, part;
-      asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
-                   : "=l"(found), "=l"(part)
-                   : "l"(__cvta_generic_to_global(&parts[i]))
-                   : "memory");
+      const uint64_t low = words.w[2 * i], high = 2 * i + 1 < kWords ? words.w[(2 * i + 1) % kWords] : 0;
+      uint64_t found = tag, part = low | high << 32;
+      asm volatile(
+          "{\n .reg .b128 v;\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.b128 v, {%0, %1};\n"
+          " @p ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+          : "+l"(found), "+l"(part)
+          : "l"(__cvta_generic_to_global(&parts[i])), "r"(static_cast<uint32_t>(wanted))
+          : "memory");
       there = there && found / kTagStep == tag / kTagStep;
       words.w[2 * i] = static_cast<uint32_t>(part);
       if (2 * i + 1 < kWords) words.w[(2 * i + 1) % kWords] = static_cast<uint32_t>(part >> 32);
@@ -329,18 +332,31 @@ struct Post {
 // Posts of a lane that are read at once (waiting for one after the other takes longer), and so of all that share a row.
 inline constexpr int kLanePosts = 6, kMaxPosts = kLanePosts * kWarp;
 
-// By a warp: reads all `count` <= kMaxPosts posts. A lane has lane, lane + 32, ... of them, and beside them values that mean
-// nothing.
+// By whole warps: reads `count` posts, `step` apart, each until it is there. Thread i of `threads` has posts i, i + threads, ..., no
+// more than kLanePosts, and 0 beside them.
 template <typename P>
-__device__ __forceinline__ void ReadPosts(const Post<P>* posts, int count, uint64_t tag, P (&values)[kLanePosts]) {
-  bool there;
+__device__ __forceinline__ void ReadPosts(const Post<P>* posts, int count, uint64_t tag, P (&values)[kLanePosts],
+                                          int thread, int threads, int step) {
+  bool missing[kLanePosts], any;
+#pragma unroll
+  for (int i = 0; i < kLanePosts; ++i) {
+    values[i] = {};
+    missing[i] = thread + i * threads < count;
+  }
   do {
-    there = true;
+    any = false;
 #pragma unroll
     for (int i = 0; i < kLanePosts; ++i) {
-      if (const int k = threadIdx.x % kWarp + i * kWarp; k < count) there &= posts[k].TryRead(tag, values[i]);
+      missing[i] = !posts[(thread + i * threads) * step].TryRead(tag, values[i], missing[i]);
+      any |= missing[i];
     }
-  } while (!AllThere(there));
+  } while (!AllThere(!any));
+}
+
+// By a warp.
+template <typename P>
+__device__ __forceinline__ void ReadPosts(const Post<P>* posts, int count, uint64_t tag, P (&values)[kLanePosts]) {
+  ReadPosts(posts, count, tag, values, threadIdx.x % kWarp, kWarp, 1);
 }
 
 // By a warp, after ReadPosts, with what lane 0 has had from posts[0].Count(). A graph is launched again with the same tag, so

@@ -181,17 +181,28 @@ def test_norm_masked_rows_that_share_multiprocessors():
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [(20, 8200), (70, 65544), (9, 131080), (75, 131080), (8, LITTLE_LEFT), (3, 2097152)],
+    [
+        (20, 8200),
+        (70, 65544),
+        (9, 131080),
+        (38, 131080),
+        (75, 131080),
+        (8, LITTLE_LEFT),
+        (3, 2097152),
+    ],
 )
 def test_norm_few_long_rows(op, dtype, shape, residual):
     """All processors together: more rows and fewer than shared memory holds, one group of them and several."""
     test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
 
 
-@pytest.mark.parametrize("shape", [(70, 65544), (9, 131080)])
+@pytest.mark.parametrize("shape", [(20, 65544), (9, 131080), (3, 512), (5001, 128), (90001, 128)])
 @pytest.mark.parametrize("argnums", [(0,), (0, 1), (0, 2), (0, 1, 2)])
-def test_norm_few_long_rows_one_gradient(shape, argnums):
-    """The same results whichever gradients are wanted: groups of blocks share those of parameters."""
+def test_norm_one_gradient(shape, argnums):
+    """The same results whichever gradients are wanted, where blocks exchange their sums for those of parameters.
+
+    Those of short rows are added up in another order.
+    """
     args = [rand(shape, "bfloat16"), *(rand(shape[1:], "float32", seed) for seed in (1, 2))]
     dy = rand(shape, "float32", 3)
 
@@ -200,8 +211,11 @@ def test_norm_few_long_rows_one_gradient(shape, argnums):
 
     everything = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
     some = jax.jit(jax.grad(loss, argnums))(*args)
+    eps = 0 if shape[1] > 512 else float(jnp.finfo("float32").eps)
     for i, got in zip(argnums, some, strict=True):
-        np.testing.assert_array_equal(got, everything[i])
+        atol = eps * shape[0] ** 0.5 * (i > 0)
+        got, want = (np.asarray(a, np.float32) for a in (got, everything[i]))
+        np.testing.assert_allclose(got, want, rtol=8 * eps * (i > 0), atol=8 * atol)
 
 
 @pytest.mark.parametrize("op", cases.NORMS)

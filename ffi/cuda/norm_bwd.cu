@@ -394,11 +394,14 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
       return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
     }
   }
+  // Few rows: by all multiprocessors together. Clusters, whose blocks come and go unevenly and each of which leaves a row of
+  // partial sums, do better only if they have more to do.
+  if constexpr (Op::kMode == Mode::kPlain) {
+    const bool few = cluster > 1 && op.rows < (op.arrays == 2 ? 5 : 2) * at_least;
+    auto status = ffi::Error::Success();
+    if ((at_least == 0 || few) && LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
+  }
   if (at_least == 0 || (cluster > 1 && op.rows < 2 * at_least)) {
-    if constexpr (Op::kMode == Mode::kPlain) {
-      auto status = ffi::Error::Success();
-      if (LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
-    }
     return LaunchNormBwdLong(device, stream, op, args, scratch);
   }
   // More blocks for a row than it needs may leave fewer threads of a multiprocessor unused. A row in one block that shares its

@@ -100,13 +100,19 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
   };
   Acc sc[kSlots][kVec], dscale[kSlots][kVec], dbias[kSlots][kVec];
   if (warp < kFewWarps) {
+    const auto load_scale = [&] {
+#pragma unroll
+      for (int h = 0; h < kSlots; ++h) op.Scale(0, active(h) ? column(h) : 0, sc[h]);
+    };
+    // The first row's sums wait for them, and behind the copies they would come last. Only if they need not be converted, for
+    // which the copies would wait.
+    if (!op.narrow) load_scale();
 #pragma unroll 1
     for (int r = 0; r < kStages; ++r) {
       copy(r, r);
       CopyCommit();
     }
-#pragma unroll
-    for (int h = 0; h < kSlots; ++h) op.Scale(0, active(h) ? column(h) : 0, sc[h]);
+    if (op.narrow) load_scale();
   } else {
     for (int r = threadIdx.x - kFewThreads; r <= rows; r += kExchangeWarps * kWarp) {
       InitBarrier(&summed[r], kFewWarps);
@@ -117,34 +123,40 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
   __syncthreads();
 
   if (warp >= kFewWarps) {
-    // Rows and, behind the last one, what only says that partial sums are there: they are written before the block's post, and
-    // read after those of others.
-    for (int r = warp - kFewWarps; r < rows + groups_meet; r += kExchangeWarps) {
-      const bool is_row = r < rows;
-      Post<Sums>* const posts =
-          is_row ? plan.posts + (first_row + r) * plan.chunks : plan.gradient_posts + chunk * plan.groups;
-      const int count = is_row ? plan.chunks : plan.groups;
-      WaitForBarrier(SharedAddress(&summed[r]), 0);
-      Sums sums = is_row && lane < kFewWarps ? parts[r % kFewPlaces][lane] : Sums::Identity();
-      sums = Sums::MergeLanes(sums, kWarp);
-      if (!is_row) __threadfence();
-      if (lane == 0) posts[is_row ? chunk : group].Write(sums, plan.tag);
+    // Tells `own` to the `count` blocks that share posts, this one as its `rank`, and calls `use` with each lane's share of
+    // the sum of what all have told.
+    const auto exchange = [&](Post<Sums>* posts, int count, int rank, const Sums& own, uint64_t& done,
+                              const auto& use) {
+      if (lane == 0) posts[rank].Write(own, plan.tag);
       Sums of_blocks[kLanePosts];
       ReadPosts(posts, count, plan.tag, of_blocks);
-      if (!is_row) __threadfence();
-      sums = Sums::Identity();
+      Sums sums = Sums::Identity();
 #pragma unroll
-      for (int i = 0; i < kLanePosts; ++i) {
-        if (lane + i * kWarp < count) sums = Sums::Merge(sums, of_blocks[i]);
-      }
-      sums = Sums::MergeLanes(sums, kWarp);
+      for (const Sums& of_block : of_blocks) sums = Sums::Merge(sums, of_block);
+      use(sums);
       int left_before = 0;
       if (lane == 0) {
-        if (is_row) finals[r % kFewPlaces] = op.Finish(sums);
-        ArriveAtBarrier(SharedAddress(&known[r]));
+        ArriveAtBarrier(SharedAddress(&done));
         left_before = posts[0].Count();
       }
       ClearAfterLast(posts, count, left_before);
+    };
+    int r = warp - kFewWarps;
+    for (; r < rows; r += kExchangeWarps) {
+      WaitForBarrier(SharedAddress(&summed[r]), 0);
+      const Sums of_warp = lane < kFewWarps ? parts[r % kFewPlaces][lane] : Sums::Identity();
+      exchange(plan.posts + (first_row + r) * plan.chunks, plan.chunks, chunk, Sums::MergeLanes(of_warp, kWarp),
+               known[r], [&](Sums sums) {
+                 sums = Sums::MergeLanes(sums, kWarp);
+                 if (lane == 0) finals[r % kFewPlaces] = op.Finish(sums);
+               });
+    }
+    // Groups only tell that their partial sums are there: written before the post, and read after those of others.
+    if (r == rows && groups_meet) {
+      WaitForBarrier(SharedAddress(&summed[rows]), 0);
+      __threadfence();
+      exchange(plan.gradient_posts + chunk * plan.groups, plan.groups, group, Sums::Identity(), known[rows],
+               [](const Sums&) { __threadfence(); });
     }
     return;
   }

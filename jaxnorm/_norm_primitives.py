@@ -545,6 +545,7 @@ def _bwd_local(spec, *, axes, groups, parameter_dtype, **params):
 _PARTIALS = 264
 _UNKNOWN_COLUMNS = 8192
 _VECTOR = 8  # the most elements of a vector of the CUDA kernels
+_SHORT_COLUMNS = 64 * _VECTOR  # of rows whose partial sums are posts (ffi/cuda/norm_bwd_short.cu), twice as large
 
 
 def _bwd_scratch(*avals, axes, groups, need, **_):
@@ -563,7 +564,8 @@ def _bwd_scratch(*avals, axes, groups, need, **_):
             partials += _VECTOR - 1
         for n in full.shape[:groups]:
             partials *= n if isinstance(n, int) else 1
-        elements += 2 * partials * (math.prod(columns) if known else _UNKNOWN_COLUMNS)
+        cols = math.prod(columns) if known else _UNKNOWN_COLUMNS
+        elements += (4 if cols <= _SHORT_COLUMNS else 2) * partials * cols
     return elements
 
 

@@ -1,6 +1,7 @@
 // layer_norm and rms_norm, backward, of short rows: blocks stay for many rows and leave partial sums, as norm_bwd.cu says,
 // but rows go to registers directly, those of the next turn while a turn is worked on. A row has 4 to 32 lanes. How many,
-// and whether it fills them, is known when this is compiled, as in norm_fwd_short.cu.
+// and whether it fills them, is known when this is compiled, as in norm_fwd_short.cu. If L2 holds the arrays, blocks tell each
+// other their partial sums, and each adds up some columns, instead of a second launch.
 #include "norm_bwd.cuh"
 
 namespace jaxnorm {
@@ -12,15 +13,29 @@ inline constexpr int kMinShortBwdWarps = 4;
 template <bool kCenter, int kItems>
 inline constexpr int kMaxShortBwdWarps = !kCenter && kItems == 1 ? 10 : 8;
 
+// Partial sums of two columns, which fit a post's part.
+template <typename Acc>
+using ColumnPair = Vec<Acc, 2>;
+
+// Where blocks leave their partial sums, two columns each: for a second launch, or as posts, of which each block adds up
+// 2^log2_own columns at a time. All blocks are running then.
+template <typename Acc>
+struct NormBwdShortPlan {
+  ColumnPair<Acc>* partials = nullptr;     // [blocks][pairs]
+  Post<ColumnPair<Acc>>* posts = nullptr;  // [blocks][pairs], in the same place
+  int log2_own = 0;
+  uint64_t tag = 0;
+};
+
 // Sums over each row.
 template <bool kCenter>
 inline constexpr int kShortSums = kCenter ? 2 : 1;
 
-// kFull: rows fill their lanes with kItems slots each. A thread works on kRows rows at a time, one behind the other. Block
-// i leaves row i of `partials`.
+// kFull: rows fill their lanes with kItems slots each. A thread works on kRows rows at a time, one behind the other.
 template <typename Op, bool kCenter, int kLanes, int kItems, int kRows, bool kFull>
 __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kShortBwdBlocks)
-    NormBwdShortKernel(const __grid_constant__ Op op, typename Op::Acc* partials) {
+    NormBwdShortKernel(const __grid_constant__ Op op, const NormBwdShortPlan<typename Op::Acc> plan,
+                       const NormBwdGradients gradients) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
   using V = typename Op::V;
@@ -119,9 +134,10 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
     turn(odd, even);
   }
 
-  // The sums of a warp's rows, and then of all warps.
+  // The sums of a warp's rows, then of all warps, then of all blocks.
   if (op.Outputs() == 0) return;
   LetNextBegin();
+  using Pair = ColumnPair<Acc>;
   auto* const total = reinterpret_cast<Acc*>(shared_bytes);
   const int warp = threadIdx.x / kWarp, warps = static_cast<int>(blockDim.x) / kWarp, width = op.Outputs() * cols;
 #pragma unroll
@@ -140,11 +156,50 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
     if (kCenter && op.need_bias) StoreColumns<Op>(own + width - cols, first + j * kStep, cols, dbias[j]);
   }
   __syncthreads();
-  for (int c = threadIdx.x; c < width; c += blockDim.x) {
-    Acc sum = total[c];
+  const int blocks = static_cast<int>(gridDim.x), pairs = width / 2;
+  const auto add = [](Pair& sum, const Pair& more) {
+    sum.v[0] += more.v[0];
+    sum.v[1] += more.v[1];
+  };
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    Pair sum = {};
 #pragma unroll 4
-    for (int w = 1; w < warps; ++w) sum += total[w * width + c];
-    partials[int64_t{blockIdx.x} * width + c] = sum;
+    for (int w = 0; w < warps; ++w) add(sum, *reinterpret_cast<const Pair*>(total + w * width + 2 * p));
+    if (const int at = blockIdx.x * pairs + p; plan.posts == nullptr) {
+      plan.partials[at] = sum;
+    } else {
+      plan.posts[at].Write(sum, plan.tag);
+    }
+  }
+  if (plan.posts == nullptr) return;
+  // Threads that have the same pair read posts of different blocks.
+  __shared__ Pair of_warps[kMaxShortBwdWarps<kCenter, kItems>][kWarp];
+  const int own_pairs = 1 << plan.log2_own, x = threadIdx.x & (own_pairs - 1), y = threadIdx.x >> plan.log2_own;
+  const int ways = static_cast<int>(blockDim.x) >> plan.log2_own;
+  for (int p = blockIdx.x * own_pairs + x; p - x < pairs; p += blocks * own_pairs) {
+    Post<Pair>* const of_pair = plan.posts + p;
+    Pair sum = {};
+    for (int b = 0; b < blocks; b += kLanePosts * ways) {
+      Pair values[kLanePosts];
+      ReadPosts(of_pair + b * pairs, p < pairs ? blocks - b : 0, plan.tag, values, y, ways, pairs);
+#pragma unroll
+      for (const Pair& value : values) add(sum, value);
+    }
+    for (int offset = own_pairs; offset < kWarp; offset *= 2) {
+      add(sum, {__shfl_xor_sync(kAllLanes, sum.v[0], offset), __shfl_xor_sync(kAllLanes, sum.v[1], offset)});
+    }
+    if (threadIdx.x % kWarp < own_pairs) of_warps[warp][x] = sum;
+    __syncthreads();
+    if (p < pairs) {
+      if (y == 0) {
+        for (int w = 1; w < warps; ++w) add(sum, of_warps[w][x]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) gradients.Store<T>(0, 2 * p + i, sum.v[i]);
+      }
+      // A graph is launched again with the same tag.
+      for (int b = y; b < blocks; b += ways) of_pair[b * pairs].Clear();
+    }
+    __syncthreads();
   }
 }
 
@@ -153,19 +208,22 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
 template <typename Op>
 bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
                         ffi::AnyBuffer scratch, ffi::Error* status) {
+  using T = typename Op::T;
   using Acc = typename Op::Acc;
   const int slots = op.Slots(), outputs = op.Outputs();
   if (slots < 4 || slots > 2 * kWarp || op.rows > INT32_MAX / 2 || args.shape.groups > 1 || op.arrays != 2 ||
       !op.need_x || (op.need_bias && !op.center)) {
     return false;
   }
+  // Larger arrays displace posts, which then come from memory when blocks ask for them: 256 columns took 6 % more.
+  const bool meet = outputs > 0 && 3 * op.rows * op.cols * static_cast<int64_t>(sizeof(T)) <= device.l2_bytes;
+  const int pairs = outputs * op.cols / 2;
   int64_t most = int64_t{device.sms} * kShortBwdBlocks;
   if (outputs > 0) {
-    const int64_t row_bytes = int64_t{outputs} * op.cols * static_cast<int64_t>(sizeof(Acc));
-    most = std::min(most, static_cast<int64_t>(scratch.size_bytes()) / row_bytes);
+    const auto pair_bytes = static_cast<int64_t>(meet ? sizeof(Post<ColumnPair<Acc>>) : sizeof(ColumnPair<Acc>));
+    most = std::min(most, static_cast<int64_t>(scratch.size_bytes()) / (pairs * pair_bytes));
     if (most == 0) return false;
   }
-  auto* const partials = static_cast<Acc*>(scratch.untyped_data());
   const auto launch = [&]<bool kCenter, int kLanes, int kItems, bool kFull>() {
     constexpr int kRows = kItems == 1 ? 2 : 1, kTurnRows = kWarp / kLanes * kRows;  // of a warp
     // As many warps as make the last turn a full one.
@@ -174,10 +232,21 @@ bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op&
     const int64_t warps = std::max<int64_t>(CeilDiv(warp_turns, turns), kMinShortBwdWarps);
     const Grid grid = {.blocks = std::min(most, CeilDiv(op.rows, warps * kTurnRows)),
                        .threads = static_cast<int>(warps * kWarp),
-                       .shared_bytes = static_cast<int>(warps * outputs * op.cols * int64_t{sizeof(Acc)})};
+                       .shared_bytes = static_cast<int>(warps * outputs * op.cols * int64_t{sizeof(Acc)}),
+                       .cooperative = meet};
+    NormBwdShortPlan<Acc> plan;
+    plan.partials = static_cast<ColumnPair<Acc>*>(scratch.untyped_data());
+    if (meet) {
+      plan.posts = static_cast<Post<ColumnPair<Acc>>*>(scratch.untyped_data());
+      plan.log2_own = std::countr_zero(
+          static_cast<unsigned>(std::min(NextPowerOfTwo(CeilDiv(int64_t{pairs}, grid.blocks)), kWarp)));
+      plan.tag = LaunchTag();
+    }
     constexpr auto kKernel = NormBwdShortKernel<Op, kCenter, kLanes, kItems, kRows, kFull>;
-    *status = Launch<kKernel>(device, stream, grid, "norm_bwd", op, partials);
-    if (status->success() && outputs > 0) *status = LaunchSum(device, stream, op, args, partials, grid.blocks);
+    *status = Launch<kKernel>(device, stream, grid, "norm_bwd", op, plan, Gradients<Op>(args));
+    if (status->success() && outputs > 0 && !meet) {
+      *status = LaunchSum(device, stream, op, args, static_cast<Acc*>(scratch.untyped_data()), grid.blocks);
+    }
     return true;
   };
   const auto with = [&]<int kLanes, int kItems, bool kFull>() {

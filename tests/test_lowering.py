@@ -227,6 +227,20 @@ def test_scratch_only_where_rows_are_split():
         assert re.findall(r"tensor<([^>]*)>", line.split("->")[1]) == [f"2x{columns}xf32"]
 
 
+@needs_cuda
+@pytest.mark.parametrize(("columns", "floats"), [(128, 4), (512, 4), (520, 2)])
+def test_scratch_of_each_block_that_adds_up_gradients(columns, floats):
+    """Two sums of each column. Those of short rows are posts, which also say that they are there."""
+    x = jax.ShapeDtypeStruct((49152, columns), "bfloat16")
+    p = jax.ShapeDtypeStruct((columns,), np.float32)
+
+    def backward(x, scale, bias, dy):
+        return jax.vjp(jaxnorm.layer_norm, x, scale, bias)[1](dy)
+
+    (line,) = (c[2] for c in calls(lowered(backward, x, p, p, x, platform="cuda")) if "bwd" in c[0])
+    assert re.findall(r"tensor<([^>]*)>", line)[-1] == f"{264 * floats * columns}xf32"
+
+
 @ops
 @needs_cpu
 def test_no_widening_of_16_bit_arrays(op):

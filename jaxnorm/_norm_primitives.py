@@ -545,7 +545,8 @@ def _bwd_local(spec, *, axes, groups, parameter_dtype, **params):
 _PARTIALS = 264
 _UNKNOWN_COLUMNS = 8192
 _VECTOR = 8  # the most elements of a vector of the CUDA kernels
-_SHORT_COLUMNS = 64 * _VECTOR  # of rows whose partial sums are posts (ffi/cuda/norm_bwd_short.cu), twice as large
+# Of rows whose partial sums may be posts (ffi/cuda/norm_bwd_short.cu), which are twice as large.
+_SHORT_COLUMNS = 64 * _VECTOR
 
 
 def _bwd_scratch(*avals, axes, groups, need, **_):

@@ -17,8 +17,8 @@ inline constexpr int kMaxShortBwdWarps = !kCenter && kItems == 1 ? 10 : 8;
 template <typename Acc>
 using ColumnPair = Vec<Acc, 2>;
 
-// Where blocks leave their partial sums, two columns each: for a second launch, or as posts, of which each block adds up
-// 2^log2_own columns at a time. All blocks are running then.
+// Where blocks leave their partial sums, two columns each: for a second launch; or as posts, if all blocks are running, each of
+// which adds up those of 2^log2_own pairs at a time.
 template <typename Acc>
 struct NormBwdShortPlan {
   ColumnPair<Acc>* partials = nullptr;     // [blocks][pairs]

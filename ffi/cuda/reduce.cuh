@@ -300,26 +300,44 @@ struct Post {
 
   // By all lanes of a warp, of which those get a value that want one.
   __device__ __forceinline__ P Read(uint64_t tag, bool wanted) const {
-    P value{};
-    while (!AllThere(TryRead(tag, value, wanted))) continue;
+    P value;
+    while (!AllThere(!wanted || TryRead(tag, value))) continue;
     return value;
   }
 
-  // Whether it is there yet. All parts are read at once, if `wanted`; else `value` stays what it is, and is there.
-  __device__ __forceinline__ bool TryRead(uint64_t tag, P& value, bool wanted = true) const {
+  // Whether it is there yet. All parts are read at once.
+  __device__ __forceinline__ bool TryRead(uint64_t tag, P& value) const {
+    return Take(tag, WordsOf<P>{}, value, [](const Part& from, uint64_t& found, uint64_t& part) {
+      asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+                   : "=l"(found), "=l"(part)
+                   : "l"(__cvta_generic_to_global(&from))
+                   : "memory");
+    });
+  }
+  // Without a branch: if it is not `wanted`, nothing is read, `value` stays what it is, and is there.
+  __device__ __forceinline__ bool TryRead(uint64_t tag, P& value, bool wanted) const {
+    return Take(tag, std::bit_cast<WordsOf<P>>(value), value,
+                [wanted](const Part& from, uint64_t& found, uint64_t& part) {
+                  asm volatile(
+                      "{\n .reg .b128 v;\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.b128 v, {%0, %1};\n"
+                      " @p ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+                      : "+l"(found), "+l"(part)
+                      : "l"(__cvta_generic_to_global(&from)), "r"(static_cast<uint32_t>(wanted))
+                      : "memory");
+                });
+  }
+
+ private:
+  // load(part, found, value): what a part has, or leaves what is there already, of `words`.
+  template <typename Load>
+  __device__ __forceinline__ bool Take(uint64_t tag, WordsOf<P> words, P& value, Load load) const {
     constexpr int kWords = sizeof(P) / sizeof(uint32_t);
-    auto words = std::bit_cast<WordsOf<P>>(value);
     bool there = true;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       const uint64_t low = words.w[2 * i], high = 2 * i + 1 < kWords ? words.w[(2 * i + 1) % kWords] : 0;
       uint64_t found = tag, part = low | high << 32;
-      asm volatile(
-          "{\n .reg .b128 v;\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.b128 v, {%0, %1};\n"
-          " @p ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
-          : "+l"(found), "+l"(part)
-          : "l"(__cvta_generic_to_global(&parts[i])), "r"(static_cast<uint32_t>(wanted))
-          : "memory");
+      load(parts[i], found, part);
       there = there && found / kTagStep == tag / kTagStep;
       words.w[2 * i] = static_cast<uint32_t>(part);
       if (2 * i + 1 < kWords) words.w[(2 * i + 1) % kWords] = static_cast<uint32_t>(part >> 32);

@@ -415,10 +415,9 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
     return Launch<NormBwdSumKernel<T, kWide>>(device, stream, grid, "norm_bwd", partials, static_cast<int>(parts),
                                               width, total, log2_columns, Gradients<Op>(args));
   };
-  // Whole vectors where enough threads are left to fill the device.
+  // Whole vectors where they leave each multiprocessor a line of partial sums: less is asked for, and by fewer threads.
   constexpr int kWide = kVecSize<typename Op::Acc>;
-  const bool wide =
-      op.cols % kWide == 0 && IsVecAligned(partials) && total >= int64_t{device.sms} * kSumThreads * kWide;
+  const bool wide = op.cols % kWide == 0 && IsVecAligned(partials) && total >= int64_t{device.sms} * kWarp;
   return wide ? launch(std::integral_constant<int, kWide>()) : launch(std::integral_constant<int, 1>());
 }
 

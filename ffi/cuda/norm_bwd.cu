@@ -395,10 +395,9 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     }
   }
   // Few rows: by all multiprocessors together. Clusters, whose blocks come and go unevenly and each of which leaves a row of
-  // partial sums, do better only if they have more to do: five times what they have at once, or two, which is all that was timed,
-  // if there is a residual's cotangent.
+  // partial sums, do better only if they have more to do: five times what they have at once.
   if constexpr (Op::kMode == Mode::kPlain) {
-    const bool few = cluster > 1 && op.rows < (op.arrays == 2 ? 5 : 2) * at_least;
+    const bool few = cluster > 1 && op.rows < 5 * at_least;
     auto status = ffi::Error::Success();
     if ((at_least == 0 || few) && LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
   }

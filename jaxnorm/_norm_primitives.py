@@ -545,8 +545,8 @@ def _bwd_local(spec, *, axes, groups, parameter_dtype, **params):
 _PARTIALS = 264
 _UNKNOWN_COLUMNS = 8192
 _VECTOR = 8  # the most elements of a vector of the CUDA kernels
-# Of rows whose partial sums may be posts (ffi/cuda/norm_bwd_short.cu), which are twice as large.
-_SHORT_COLUMNS = 64 * _VECTOR
+# Partial sums may be posts, which are twice as large, of up to so many float32 elements (ffi/cuda/norm_bwd.cuh).
+_MAX_POST_ELEMENTS = 5 * 2**17
 
 
 def _bwd_scratch(*avals, axes, groups, need, **_):
@@ -566,7 +566,8 @@ def _bwd_scratch(*avals, axes, groups, need, **_):
         for n in full.shape[:groups]:
             partials *= n if isinstance(n, int) else 1
         cols = math.prod(columns) if known else _UNKNOWN_COLUMNS
-        elements += (4 if cols <= _SHORT_COLUMNS else 2) * partials * cols
+        sums = partials * cols * (bool(need & SCALE) + bool(need & BIAS))
+        elements += max(sums, min(2 * sums, _MAX_POST_ELEMENTS))
     return elements
 
 

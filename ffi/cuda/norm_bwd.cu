@@ -33,6 +33,10 @@ inline constexpr int kStages = kLag<Op, kCluster> + 2;
 template <typename Op, bool kCluster>
 inline constexpr bool kMayHaveOneMore = kCluster || Op::kMode == Mode::kPlain;
 
+// Whether blocks that are all running may add up each other's partial sums, instead of a second launch.
+template <typename Op, bool kCluster>
+inline constexpr bool kMayMeet = Op::kMode == Mode::kPlain && !kCluster;
+
 struct NormBwdPlan : RowsPlan {
   // Rows of a thread lie alike if the step from one to the next is a multiple of kVec (kRagged). Where the rows that all
   // blocks have at once are such a multiple, blocks take sets of rows_per_block rows in turns, as they do with rows that
@@ -58,13 +62,15 @@ __host__ __device__ __forceinline__ int EdgeRowBytes(int stages, int arrays) {
 
 template <typename Op, bool kCluster>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    NormBwdKernel(const __grid_constant__ Op op, const NormBwdPlan plan, typename Op::Acc* partials) {
+    NormBwdKernel(const __grid_constant__ Op op, const NormBwdPlan plan, const NormBwdParts<typename Op::Acc> parts,
+                  const NormBwdGradients gradients) {
   using Acc = typename Op::Acc;
   using V = typename Op::V;
   using Sums = typename Op::Sums;
   using T = typename Op::T;
   constexpr int kVec = Op::kVec, kSlots = Op::kSlots;
   constexpr bool kRagged = Op::kMode == Mode::kRagged, kPlain = Op::kMode == Mode::kPlain;
+  constexpr bool kMayMeet = jaxnorm::kMayMeet<Op, kCluster>;
   constexpr int kLag = jaxnorm::kLag<Op, kCluster>, kStages = jaxnorm::kStages<Op, kCluster>;
   using Exchange = std::conditional_t<kCluster, ClusterExchange<Sums, kLag>, BlockExchange<Sums, kLag>>;
   extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
@@ -317,8 +323,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       if (op.need_bias) to[edge_column + (op.need_scale ? op.cols : 0)] = edge_dbias;
     };
     const int width = outputs * op.cols;
-    Acc* const out = partials + (int64_t{param_group} * plan.Parts() + block + segment) * width;
-    if (set_rows == 1) {
+    const int64_t part = int64_t{param_group} * plan.Parts() + block + segment;
+    Acc* const out = parts.partials + part * width;
+    if (set_rows == 1 && (!kMayMeet || parts.posts == nullptr)) {
       put_all(out);
       continue;
     }
@@ -346,12 +353,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     auto* const total = reinterpret_cast<Acc*>(shared_bytes);
     if (writes) put_all(total + set * width);
     __syncthreads();
-    for (int c = threadIdx.x; c < width; c += blockDim.x) {
-      Acc sum = total[c];
-      for (int s = 1; s < sets; ++s) sum += total[s * width + c];
-      out[c] = sum;
+    if constexpr (kPlain) {
+      LeaveSums(parts, part, total, sets, width);
+    } else {
+      for (int c = threadIdx.x; c < width; c += blockDim.x) {
+        Acc sum = total[c];
+        for (int s = 1; s < sets; ++s) sum += total[s * width + c];
+        out[c] = sum;
+      }
     }
-    __syncthreads();  // the next segment's rows are copied there
+    __syncthreads();  // the next segment's rows are copied there, or sums of posts
+    if constexpr (kMayMeet) {
+      if (parts.posts != nullptr) {
+        AddUpPosts<T>(parts, plan.blocks, width, reinterpret_cast<ColumnPair<Acc>*>(shared_bytes), gradients);
+      }
+    }
   }
 }
 
@@ -439,6 +455,14 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   plan.rows_per_block = best.rows / blocks_at_once;
   const int threads = plan.threads_per_row * plan.rows_per_block;
   const int at_once = rows / plan.rows_per_block;
+  const auto block_bytes = [&](int stages) { return plan.rows_per_block * row_bytes(plan.threads_per_row, stages); };
+  const auto all_fit = [&](int stages) {
+    return blocks_at_once * (block_bytes(stages) + kStaticSharedBytes) <= device.max_shared_bytes;
+  };
+  plan.stages = cluster > 1 ? kStages<Op, true> : kStages<Op, false>;
+  if ((cluster > 1 ? kMayHaveOneMore<Op, true> : kMayHaveOneMore<Op, false> && alone) && all_fit(plan.stages + 1)) {
+    ++plan.stages;
+  }
   // Each block leaves a row of partial sums for each segment that it has rows of, so as few as run at once.
   const int64_t sets = CeilDiv(op.rows_per_group, plan.rows_per_block);
   JAXNORM_CHECK(sets < INT32_MAX);
@@ -446,9 +470,11 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   const int ways =
       Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
   if (at_once % ways != 0) plan.segments = ways;
-  int64_t most = sets;
-  if (outputs > 0) {
-    const int64_t part_bytes = args.shape.groups * outputs * args.shape.cols * int64_t{sizeof(Acc)};
+  int64_t most = std::min<int64_t>(sets, at_once);
+  const bool meet = kMayMeet<Op, false> && cluster == 1 && args.shape.groups == 1 && all_fit(plan.stages) &&
+                    MayMeet(device, op, most, scratch);
+  if (outputs > 0 && !meet) {
+    const int64_t part_bytes = args.shape.groups * PartBytes<Acc>(outputs * op.cols, false);
     const int64_t parts = static_cast<int64_t>(scratch.size_bytes()) / part_bytes;
     JAXNORM_CHECK(parts > 0);
     most = std::min(most, parts - plan.segments + 1);
@@ -456,29 +482,25 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   if (most < ways || op.cols < kEdges<Op>) {  // shorter rows would be nothing but edges
     return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
   }
-  plan.blocks = static_cast<int>(std::min<int64_t>(most, at_once));
+  plan.blocks = static_cast<int>(most);
   if (plan.segments == 1) plan.blocks -= plan.blocks % ways;
   plan.turns = static_cast<int>(sets / plan.blocks);
   plan.rest = static_cast<int>(sets % plan.blocks);
   plan.segment_sets = static_cast<int>(sets / plan.segments);
   plan.segment_rest = static_cast<int>(sets % plan.segments);
 
-  const auto block_bytes = [&](int stages) { return plan.rows_per_block * row_bytes(plan.threads_per_row, stages); };
-  plan.stages = cluster > 1 ? kStages<Op, true> : kStages<Op, false>;
-  if ((cluster > 1 ? kMayHaveOneMore<Op, true> : kMayHaveOneMore<Op, false> && alone) &&
-      blocks_at_once * (block_bytes(plan.stages + 1) + kStaticSharedBytes) <= device.max_shared_bytes) {
-    ++plan.stages;
-  }
   const Grid grid = {.blocks = args.shape.groups * plan.blocks * cluster,
                      .threads = threads,
                      .shared_bytes = block_bytes(plan.stages),
-                     .cluster = cluster};
-  auto* const partials = static_cast<Acc*>(scratch.untyped_data());
-  ffi::Error status = cluster > 1
-                          ? Launch<NormBwdKernel<Op, true>>(device, stream, grid, "norm_bwd", op, plan, partials)
-                          : Launch<NormBwdKernel<Op, false>>(device, stream, grid, "norm_bwd", op, plan, partials);
-  if (status.failure() || outputs == 0) return status;
-  return LaunchSum(device, stream, op, args, partials, plan.Parts());
+                     .cluster = cluster,
+                     .cooperative = meet};
+  const NormBwdParts<Acc> parts(scratch.untyped_data(), outputs * op.cols, plan.blocks, meet);
+  const auto launch = [&]<bool kCluster>(std::bool_constant<kCluster>) {
+    return Launch<NormBwdKernel<Op, kCluster>>(device, stream, grid, "norm_bwd", op, plan, parts, Gradients<Op>(args));
+  };
+  const ffi::Error status = cluster > 1 ? launch(std::true_type()) : launch(std::false_type());
+  if (status.failure() || outputs == 0 || meet) return status;
+  return LaunchSum(device, stream, op, args, parts.partials, plan.Parts());
 }
 
 ffi::Error NormBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArgs rest,

@@ -345,6 +345,26 @@ __device__ __forceinline__ void StoreGradients(const Op& op, const NormBwdGradie
   if (op.need_bias) write(true, dbias);
 }
 
+template <typename Acc, int kN>
+__device__ __forceinline__ void AddTo(Vec<Acc, kN>& sum, const Vec<Acc, kN>& more) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) sum.v[i] += more.v[i];
+}
+
+// Of a block's first `columns` threads, a power of two, each gets the sum over the threads that are multiples of so many
+// behind it. `of_threads` is shared memory for one of each thread; all may write there again after the next barrier.
+template <typename Sum>
+__device__ __forceinline__ Sum SumOverWays(Sum sum, int columns, int threads, Sum* of_threads) {
+  for (int offset = columns; offset < kWarp; offset *= 2) AddTo(sum, ShuffleXor(sum, offset));
+  of_threads[threadIdx.x] = sum;
+  __syncthreads();
+  if (static_cast<int>(threadIdx.x) >= columns) return sum;
+  const int step = max(columns, kWarp);  // those of a warp have been added up
+#pragma unroll 8
+  for (int i = threadIdx.x + step; i < threads; i += step) AddTo(sum, of_threads[i]);
+  return sum;
+}
+
 // Adds up the rows of partial sums, [groups][parts][width]: 2^log2_columns times kWide columns for each block.
 inline constexpr int kSumThreads = 256;
 inline constexpr int kSumAhead =
@@ -355,16 +375,12 @@ __global__ void __launch_bounds__(kSumThreads)
                      const NormBwdGradients gradients) {
   using Acc = AccT<T>;
   using Columns = Vec<Acc, kWide>;
-  __shared__ Columns sums[kSumThreads];
+  __shared__ Columns of_threads[kSumThreads];
   const int columns = 1 << log2_columns, x = threadIdx.x & (columns - 1), y = threadIdx.x >> log2_columns;
   const int ways = kSumThreads >> log2_columns;
   const int64_t column = (int64_t{blockIdx.x} * columns + x) * kWide;  // of all groups
   const int64_t group = column < width ? 0 : column / width, c = column - group * width;
   Columns sum = {};
-  const auto add = [&](const Columns& more) {
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) sum.v[i] += more.v[i];
-  };
   if (column < total) {
     const Acc* p = partials + WaitForLaunchBefore(group * parts * width + c);
     for (int b = y; b < parts; b += kSumAhead * ways) {
@@ -375,21 +391,101 @@ __global__ void __launch_bounds__(kSumThreads)
           loaded[i] = *reinterpret_cast<const Columns*>(p + part * width);
       }
 #pragma unroll
-      for (int i = 0; i < kSumAhead; ++i) add(loaded[i]);
+      for (int i = 0; i < kSumAhead; ++i) AddTo(sum, loaded[i]);
     }
   }
-  // Those of a warp, and then of all warps.
-  for (int offset = columns; offset < kWarp; offset *= 2) {
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) sum.v[i] += __shfl_xor_sync(kAllLanes, sum.v[i], offset);
-  }
-  sums[threadIdx.x] = sum;
-  __syncthreads();
+  sum = SumOverWays(sum, columns, kSumThreads, of_threads);
   if (y != 0 || column >= total) return;
-#pragma unroll 8
-  for (int i = threadIdx.x + max(columns, kWarp); i < kSumThreads; i += max(columns, kWarp)) add(sums[i]);
 #pragma unroll
   for (int i = 0; i < kWide; ++i) gradients.Store<T>(group, c + i, sum.v[i]);
+}
+
+// ---- Partial sums of gradients that blocks leave: for that launch, or for each other ----
+
+// Partial sums of two columns, which fit a post's part.
+template <typename Acc>
+using ColumnPair = Vec<Acc, 2>;
+
+// Where blocks leave them, of `width` columns, an even number, each: for a second launch; or as posts, if all blocks are
+// running, each of which adds up those of 2^log2_own pairs of columns at a time.
+template <typename Acc>
+struct NormBwdParts {
+  Acc* partials = nullptr;                 // [blocks][width]
+  Post<ColumnPair<Acc>>* posts = nullptr;  // [blocks][width / 2], in the same place
+  int log2_own = 0;
+  uint64_t tag = 0;
+
+  NormBwdParts(void* scratch, int width, int64_t blocks, bool meet) : partials(static_cast<Acc*>(scratch)) {
+    if (!meet) return;
+    posts = static_cast<Post<ColumnPair<Acc>>*>(scratch);
+    log2_own = std::countr_zero(static_cast<unsigned>(std::min(NextPowerOfTwo(CeilDiv(width / 2, blocks)), kWarp)));
+    tag = LaunchTag();
+  }
+};
+
+// Bytes of what a block leaves.
+template <typename Acc>
+int64_t PartBytes(int width, bool meet) {
+  return width * static_cast<int64_t>(meet ? sizeof(Post<ColumnPair<Acc>>) / 2 : sizeof(Acc));
+}
+
+// Whether `blocks` blocks do well to leave posts. Larger arrays displace these, which then come from memory when they are asked
+// for: 256 columns took 6 % more. And more posts, which are twice as large as partial sums, take longer than a second launch.
+inline constexpr int64_t kMaxPostBytes = 5 << 19;
+template <typename Op>
+bool MayMeet(const DeviceInfo& device, const Op& op, int64_t blocks, ffi::AnyBuffer scratch) {
+  const int64_t row_bytes = int64_t{op.arrays + 1} * op.cols * static_cast<int64_t>(sizeof(typename Op::T));
+  const int64_t post_bytes = blocks * PartBytes<typename Op::Acc>(op.Outputs() * op.cols, true);
+  return op.Outputs() > 0 && op.rows * row_bytes <= device.l2_bytes &&
+         post_bytes <= std::min(kMaxPostBytes, static_cast<int64_t>(scratch.size_bytes()));
+}
+
+// Leaves the sums of the `sets` rows of `total`, which is in shared memory, as part `part`; by all threads of a block.
+template <typename Acc>
+__device__ __forceinline__ void LeaveSums(const NormBwdParts<Acc>& parts, int64_t part, const Acc* total, int sets,
+                                          int width) {
+  using Pair = ColumnPair<Acc>;
+  const int pairs = width / 2;
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    Pair sum = {};
+#pragma unroll 4
+    for (int s = 0; s < sets; ++s) AddTo(sum, *reinterpret_cast<const Pair*>(total + s * width + 2 * p));
+    if (const int64_t at = part * pairs + p; parts.posts == nullptr) {
+      reinterpret_cast<Pair*>(parts.partials)[at] = sum;
+    } else {
+      parts.posts[at].Write(sum, parts.tag);
+    }
+  }
+}
+
+// Adds up some columns of what all blocks leave as posts. `of_threads` is shared memory for one pair of each thread.
+template <typename T>
+__device__ __forceinline__ void AddUpPosts(const NormBwdParts<AccT<T>>& parts, int blocks, int width,
+                                           ColumnPair<AccT<T>>* of_threads, const NormBwdGradients& gradients) {
+  using Pair = ColumnPair<AccT<T>>;
+  // Threads that have the same pair read posts of different blocks.
+  const int pairs = width / 2, own_pairs = 1 << parts.log2_own, ways = static_cast<int>(blockDim.x) >> parts.log2_own;
+  const int x = threadIdx.x & (own_pairs - 1), y = threadIdx.x >> parts.log2_own;
+  for (int p = blockIdx.x * own_pairs + x; p - x < pairs; p += blocks * own_pairs) {
+    Post<Pair>* const of_pair = parts.posts + p;
+    Pair sum = {};
+    for (int b = 0; b < blocks; b += kLanePosts * ways) {
+      Pair values[kLanePosts];
+      ReadPosts(of_pair + b * pairs, p < pairs ? blocks - b : 0, parts.tag, values, y, ways, pairs);
+#pragma unroll
+      for (const Pair& value : values) AddTo(sum, value);
+    }
+    sum = SumOverWays(sum, own_pairs, blockDim.x, of_threads);
+    if (p < pairs) {
+      if (y == 0) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) gradients.Store<T>(0, 2 * p + i, sum.v[i]);
+      }
+      // A graph is launched again with the same tag.
+      for (int b = y; b < blocks; b += ways) of_pair[b * pairs].Clear();
+    }
+    __syncthreads();
+  }
 }
 
 template <typename Op>

@@ -13,20 +13,6 @@ inline constexpr int kMinShortBwdWarps = 4;
 template <bool kCenter, int kItems>
 inline constexpr int kMaxShortBwdWarps = !kCenter && kItems == 1 ? 10 : 8;
 
-// Partial sums of two columns, which fit a post's part.
-template <typename Acc>
-using ColumnPair = Vec<Acc, 2>;
-
-// Where blocks leave their partial sums, two columns each: for a second launch; or as posts, if all blocks are running, each of
-// which adds up those of 2^log2_own pairs at a time.
-template <typename Acc>
-struct NormBwdShortPlan {
-  ColumnPair<Acc>* partials = nullptr;     // [blocks][pairs]
-  Post<ColumnPair<Acc>>* posts = nullptr;  // [blocks][pairs], in the same place
-  int log2_own = 0;
-  uint64_t tag = 0;
-};
-
 // Sums over each row.
 template <bool kCenter>
 inline constexpr int kShortSums = kCenter ? 2 : 1;
@@ -34,7 +20,7 @@ inline constexpr int kShortSums = kCenter ? 2 : 1;
 // kFull: rows fill their lanes with kItems slots each. A thread works on kRows rows at a time, one behind the other.
 template <typename Op, bool kCenter, int kLanes, int kItems, int kRows, bool kFull>
 __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kShortBwdBlocks)
-    NormBwdShortKernel(const __grid_constant__ Op op, const NormBwdShortPlan<typename Op::Acc> plan,
+    NormBwdShortKernel(const __grid_constant__ Op op, const NormBwdParts<typename Op::Acc> parts,
                        const NormBwdGradients gradients) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
@@ -137,7 +123,6 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
   // The sums of a warp's rows, then of all warps, then of all blocks.
   if (op.Outputs() == 0) return;
   LetNextBegin();
-  using Pair = ColumnPair<Acc>;
   auto* const total = reinterpret_cast<Acc*>(shared_bytes);
   const int warp = threadIdx.x / kWarp, warps = static_cast<int>(blockDim.x) / kWarp, width = op.Outputs() * cols;
 #pragma unroll
@@ -155,52 +140,10 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
     if (op.need_scale) StoreColumns<Op>(own, first + j * kStep, cols, dscale[j]);
     if (kCenter && op.need_bias) StoreColumns<Op>(own + width - cols, first + j * kStep, cols, dbias[j]);
   }
+  __shared__ ColumnPair<Acc> of_threads[kMaxShortBwdWarps<kCenter, kItems> * kWarp];
   __syncthreads();
-  const int blocks = static_cast<int>(gridDim.x), pairs = width / 2;
-  const auto add = [](Pair& sum, const Pair& more) {
-    sum.v[0] += more.v[0];
-    sum.v[1] += more.v[1];
-  };
-  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
-    Pair sum = {};
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) add(sum, *reinterpret_cast<const Pair*>(total + w * width + 2 * p));
-    if (const int at = blockIdx.x * pairs + p; plan.posts == nullptr) {
-      plan.partials[at] = sum;
-    } else {
-      plan.posts[at].Write(sum, plan.tag);
-    }
-  }
-  if (plan.posts == nullptr) return;
-  // Threads that have the same pair read posts of different blocks.
-  __shared__ Pair of_warps[kMaxShortBwdWarps<kCenter, kItems>][kWarp];
-  const int own_pairs = 1 << plan.log2_own, x = threadIdx.x & (own_pairs - 1), y = threadIdx.x >> plan.log2_own;
-  const int ways = static_cast<int>(blockDim.x) >> plan.log2_own;
-  for (int p = blockIdx.x * own_pairs + x; p - x < pairs; p += blocks * own_pairs) {
-    Post<Pair>* const of_pair = plan.posts + p;
-    Pair sum = {};
-    for (int b = 0; b < blocks; b += kLanePosts * ways) {
-      Pair values[kLanePosts];
-      ReadPosts(of_pair + b * pairs, p < pairs ? blocks - b : 0, plan.tag, values, y, ways, pairs);
-#pragma unroll
-      for (const Pair& value : values) add(sum, value);
-    }
-    for (int offset = own_pairs; offset < kWarp; offset *= 2) {
-      add(sum, {__shfl_xor_sync(kAllLanes, sum.v[0], offset), __shfl_xor_sync(kAllLanes, sum.v[1], offset)});
-    }
-    if (threadIdx.x % kWarp < own_pairs) of_warps[warp][x] = sum;
-    __syncthreads();
-    if (p < pairs) {
-      if (y == 0) {
-        for (int w = 1; w < warps; ++w) add(sum, of_warps[w][x]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) gradients.Store<T>(0, 2 * p + i, sum.v[i]);
-      }
-      // A graph is launched again with the same tag.
-      for (int b = y; b < blocks; b += ways) of_pair[b * pairs].Clear();
-    }
-    __syncthreads();
-  }
+  LeaveSums(parts, blockIdx.x, total, warps, width);
+  if (parts.posts != nullptr) AddUpPosts<T>(parts, gridDim.x, width, of_threads, gradients);
 }
 
 }  // namespace
@@ -215,13 +158,10 @@ bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op&
       !op.need_x || (op.need_bias && !op.center)) {
     return false;
   }
-  // Larger arrays displace posts, which then come from memory when blocks ask for them: 256 columns took 6 % more.
-  const bool meet = outputs > 0 && 3 * op.rows * op.cols * static_cast<int64_t>(sizeof(T)) <= device.l2_bytes;
-  const int pairs = outputs * op.cols / 2;
-  int64_t most = int64_t{device.sms} * kShortBwdBlocks;
-  if (outputs > 0) {
-    const auto pair_bytes = static_cast<int64_t>(meet ? sizeof(Post<ColumnPair<Acc>>) : sizeof(ColumnPair<Acc>));
-    most = std::min(most, static_cast<int64_t>(scratch.size_bytes()) / (pairs * pair_bytes));
+  int64_t most = std::min(int64_t{device.sms} * kShortBwdBlocks, op.rows);
+  const bool meet = MayMeet(device, op, most, scratch);
+  if (outputs > 0 && !meet) {
+    most = std::min(most, static_cast<int64_t>(scratch.size_bytes()) / PartBytes<Acc>(outputs * op.cols, false));
     if (most == 0) return false;
   }
   const auto launch = [&]<bool kCenter, int kLanes, int kItems, bool kFull>() {
@@ -234,18 +174,11 @@ bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op&
                        .threads = static_cast<int>(warps * kWarp),
                        .shared_bytes = static_cast<int>(warps * outputs * op.cols * int64_t{sizeof(Acc)}),
                        .cooperative = meet};
-    NormBwdShortPlan<Acc> plan;
-    plan.partials = static_cast<ColumnPair<Acc>*>(scratch.untyped_data());
-    if (meet) {
-      plan.posts = static_cast<Post<ColumnPair<Acc>>*>(scratch.untyped_data());
-      plan.log2_own = std::countr_zero(
-          static_cast<unsigned>(std::min(NextPowerOfTwo(CeilDiv(int64_t{pairs}, grid.blocks)), kWarp)));
-      plan.tag = LaunchTag();
-    }
+    const NormBwdParts<Acc> parts(scratch.untyped_data(), outputs * op.cols, grid.blocks, meet);
     constexpr auto kKernel = NormBwdShortKernel<Op, kCenter, kLanes, kItems, kRows, kFull>;
-    *status = Launch<kKernel>(device, stream, grid, "norm_bwd", op, plan, Gradients<Op>(args));
+    *status = Launch<kKernel>(device, stream, grid, "norm_bwd", op, parts, Gradients<Op>(args));
     if (status->success() && outputs > 0 && !meet) {
-      *status = LaunchSum(device, stream, op, args, static_cast<Acc*>(scratch.untyped_data()), grid.blocks);
+      *status = LaunchSum(device, stream, op, args, parts.partials, grid.blocks);
     }
     return true;
   };

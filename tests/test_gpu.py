@@ -3,6 +3,7 @@
 The other files run on the default device, so on a GPU machine they test the CUDA kernels too.
 """
 
+import functools
 import math
 import threading
 
@@ -280,6 +281,34 @@ def test_norm_many_short_rows(op, dtype, shape):
     Of 128 columns more rows and fewer than the device has at once.
     """
     test_norm.check(op, rand(shape, dtype), "float32")
+
+
+@pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((50001, 1024), "bfloat16"),
+        ((30002, 2048), "float16"),
+        ((40003, 1535), "bfloat16"),
+        ((50003, 1023), "float16"),
+        ((25001, 1024), "float32"),
+        ((25001, 1023), "float32"),
+    ],
+)
+def test_norm_of_arrays_much_larger_than_l2(op, shape, dtype):
+    """Backward then has as many rows at once as memory feeds. Against the formula: the oracle would take a minute."""
+    x, dy = (jax.random.normal(jax.random.key(i), shape, dtype) for i in range(2))
+    scale = rand(shape[1:], "float32")
+
+    def backward(implementation):
+        function = functools.partial(getattr(jaxnorm, op), implementation=implementation)
+        return jax.jit(lambda x, scale, dy: jax.vjp(function, x, scale)[1](dy))(x, scale, dy)
+
+    got, wanted = backward("kernel"), backward("xla")
+    error = jnp.abs(got[0].astype("float32") - wanted[0].astype("float32"))
+    step = max(float(jnp.finfo(dtype).eps), 1e-5)
+    assert float(jnp.max(error - step * jnp.abs(wanted[0].astype("float32")))) < 1e-4
+    np.testing.assert_allclose(got[1], wanted[1], rtol=1e-5, atol=1e-5 * shape[0] ** 0.5)
 
 
 @pytest.mark.parametrize("op", cases.NORMS)

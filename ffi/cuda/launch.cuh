@@ -23,7 +23,8 @@ struct DeviceInfo {
   int sms = 0;
   int max_shared_bytes = 0;  // per block, after opting in
   int l2_bytes = 0;
-  bool clusters = false;  // thread-block clusters, distributed shared memory, bulk copies (Hopper and later)
+  double cycle_bytes = 0;  // that memory moves for each multiprocessor in a cycle, at its peak; 0 if it is not known
+  bool clusters = false;   // thread-block clusters, distributed shared memory, bulk copies (Hopper and later)
 };
 
 // Whether the code that a device of this compute capability gets has Hopper's instructions: code compiled for an older
@@ -50,17 +51,19 @@ inline ffi::Error CurrentDevice(const DeviceInfo** info) {
     const std::lock_guard lock(mutex);
     DeviceInfo d;
     d.ordinal = ordinal;
-    int major = 0, minor = 0;
+    int major = 0, minor = 0, clock_khz = 0, memory_khz = 0, bus_bits = 0;
     for (auto [attribute, value] :
          {std::pair{cudaDevAttrMultiProcessorCount, &d.sms},
           std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &d.max_shared_bytes},
-          std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes}, std::pair{cudaDevAttrComputeCapabilityMajor, &major},
-          std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
+          std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes}, std::pair{cudaDevAttrClockRate, &clock_khz},
+          std::pair{cudaDevAttrMemoryClockRate, &memory_khz}, std::pair{cudaDevAttrGlobalMemoryBusWidth, &bus_bits},
+          std::pair{cudaDevAttrComputeCapabilityMajor, &major}, std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
       if (cudaError_t status = cudaDeviceGetAttribute(value, attribute, ordinal); status != cudaSuccess) {
         return LaunchStatus(status, "cudaDeviceGetAttribute");
       }
     }
     d.clusters = HasHopperCode(major, minor);
+    if (clock_khz > 0) d.cycle_bytes = 2.0 * memory_khz * bus_bits / 8 / clock_khz / d.sms;  // two transfers a clock
     devices[ordinal] = d;
     known[ordinal].store(true, std::memory_order_release);
   }

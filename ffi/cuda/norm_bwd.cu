@@ -378,12 +378,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // time however many there are, in which sums travel between warps. Where memory takes much longer for so many rows,
 // multiprocessors that it happens to serve better run ahead of others and have nothing to do in the end. So there are only as many
 // as keep memory busy: of 49152 x 1024 elements of 16 bits an H100 takes 7 % less time with 5 rows than with 8. An H200, with the
-// same multiprocessors and faster memory, has 8. Of smaller arrays L2 holds a part.
+// same multiprocessors and faster memory, has 8. Turns of wider types or with a residual's cotangent take longer: there it had 7 to
+// 13 % more time with fewer rows. Of smaller arrays L2 holds a part.
 template <typename Op>
 int RowsThatMemoryFeeds(const DeviceInfo& device, const Op& op, int most, int step) {
   constexpr double kTurnCycles = 2100;  // 2400, and 0.88 of memory's peak
   constexpr double kTooMany = 1.4;
-  const double row_bytes = static_cast<double>(op.arrays + (op.need_x ? 1 : 0)) * op.cols * sizeof(typename Op::T);
+  const double row_bytes = (op.need_x ? 3.0 : 2.0) * op.cols * sizeof(typename Op::T);
   const double enough = kTurnCycles * device.cycle_bytes / row_bytes;
   if (enough == 0 || most < kTooMany * enough || row_bytes * op.rows < 3.0 * device.l2_bytes) return most;
   return std::min(most, static_cast<int>(CeilDiv(static_cast<int64_t>(std::ceil(enough)), step)) * step);
@@ -461,7 +462,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     rows = at_least;
   }
   Fit best = fit(cluster);
-  if (!Op::kGeneral && cluster == 1 && args.shape.groups == 1) {
+  if (!Op::kGeneral && sizeof(T) == 2 && op.arrays == 2 && cluster == 1 && args.shape.groups == 1) {
     // Rows of odd length are slower in one block that has a multiprocessor for itself.
     const int step = std::max(2 * kWarp / best.threads, Op::kMode == Mode::kRagged ? 2 : 1);
     best.rows = RowsThatMemoryFeeds(device, op, best.rows, step);

@@ -747,7 +747,22 @@ def _define(stem, formula, array, extra, scratch=None, **options):
     return primitive
 
 
-# On a GPU both passes are one call where nothing comes between them: one launch, if the device can hold the arrays.
+# On a GPU both passes are one call where nothing comes between them: one launch, if the device can hold the arrays. Of
+# larger ones than any can (an H100 30 MB) they stay apart, so that XLA may put between them what frees memory: of a
+# convolution's program with arrays of 411 MB it then needs one array less.
+_MOST_HELD_BYTES = 2**26
+
+
+def _may_be_held(*avals, **_):
+    sizes = [n for a in avals for n in a.shape]
+    known = all(isinstance(n, int) for n in sizes)
+    return not known or sum(a.size * a.dtype.itemsize for a in avals) <= _MOST_HELD_BYTES
+
+
+def _bwd_fits(*avals, names, results, **_):
+    return "dx" in results and not {"mask", "dmean"} & {*names} and _may_be_held(*avals)
+
+
 _TRAIN = Merge(
     first="batch_norm_stats",
     target="batch_norm_train",
@@ -755,6 +770,7 @@ _TRAIN = Merge(
     shared=("x",),
     order=_KERNEL_NAMES,
     scratch=partial(_scratch, 3),
+    fits=_may_be_held,
 )
 _BWD = Merge(
     first="batch_norm_sums",
@@ -763,7 +779,7 @@ _BWD = Merge(
     shared=("x", "dy", "bits", "mean", "var"),
     order=_KERNEL_NAMES,
     scratch=partial(_scratch, 2),
-    fits=lambda *, names, results, **_: "dx" in results and not {"mask", "dmean"} & {*names},
+    fits=_bwd_fits,
 )
 
 stats_p = _define("stats", _stats_formula, "x", (), partial(_scratch, 3), merged=True)

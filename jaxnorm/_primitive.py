@@ -276,7 +276,7 @@ class Merge:
       shared: names that the first call's operands have in the second one. Both must have the same of them.
       order: of all names.
       scratch: as in `define_primitive`, of the call that does both.
-      fits: (**params) -> whether the kernel does what such a second call asks for.
+      fits: (*avals, **params) -> whether the kernel does what such a second call asks for, and is worth it.
     """
 
     first: str
@@ -285,7 +285,7 @@ class Merge:
     shared: tuple[str, ...]
     order: tuple[str, ...]
     scratch: Callable[..., int]
-    fits: Callable[..., bool] = lambda **params: True
+    fits: Callable[..., bool]
 
 
 def define_primitive(
@@ -474,7 +474,7 @@ def _merged_call(ctx, operands, params, merge, attributes):
     knows that the first one's results came to it as they were.
     """
     given = dict(zip(params["names"], operands, strict=True))
-    if not given.keys() >= {*merge.passed} or not merge.fits(**params):
+    if not given.keys() >= {*merge.passed} or not merge.fits(*ctx.avals_in, **params):
         return None
     shared = [given[n] for n in merge.shared if n in given]
     first = _call_behind([given[n] for n in merge.passed], _lib.TARGET_PREFIX + merge.first)

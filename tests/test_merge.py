@@ -71,6 +71,15 @@ def test_calls(function, args, expected):
     assert calls(function, *args) == expected
 
 
+def test_only_arrays_that_a_device_may_hold():
+    """Two calls, between which XLA can do what frees memory; of a size that is not known, one."""
+    large = jax.ShapeDtypeStruct((1024, 32, 32, 64), "float16")
+    step = jax.value_and_grad(relu)
+    assert calls(step, large) == ["stats", "fwd", "sums", "dx"]
+    (rows,) = jax.export.symbolic_shape("rows")
+    assert calls(step, jax.ShapeDtypeStruct((rows, 32, 32, 64), "float16")) == ["train", "bwd"]
+
+
 def block(x, c):
     return jaxnorm.batch_norm(x, c, activation="relu", residual=x)[0]
 

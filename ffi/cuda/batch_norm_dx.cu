@@ -148,9 +148,9 @@ ffi::Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormA
   const Lines lines = MakeLines(args.shape, MostColumns<T>(args.shape));
   const double n = static_cast<double>(args.shape.reduced()) * static_cast<double>(replicas);
   return ForGroups(args, [&](const GroupArrays& arrays) {
-    const Spans spans = MakeSpans(lines, arrays.groups, kDxBlocks<T, kBits, kTerms, kMasked> * device.sms,
-                                  kBits == Bits::kRagged ? 2 : 8, kBatch<T, 1>, 2,
-                                  AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual));
+    const Spans spans =
+        MakeSpans(lines, arrays.groups, kDxBlocks<T, kBits, kTerms, kMasked> * device.sms, kElementwiseWaves,
+                  kBatch<T, 1>, 2, AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual));
     const Grid grid{.blocks = spans.blocks * arrays.groups, .threads = ThreadsFor(lines), .early = true};
     return Launch<BatchNormDxKernel<T, kBits, kTerms, kMasked>>(
         device, stream, grid, "BatchNormDxKernel", arrays, lines, spans, BitsView(args.shape, lines),

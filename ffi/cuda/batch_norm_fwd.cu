@@ -94,8 +94,7 @@ ffi::Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNorm
   constexpr int kBeyond = kBits == Bits::kRagged;  // threads
   const Lines lines = MakeLines(args.shape, (kBatchNormThreads<T> - kBeyond) * kCols);
   return ForGroups(args, [&](const GroupArrays& arrays) {
-    // Many short blocks even out how fast multiprocessors are. Where bits are moved in the block, they begin slowly.
-    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kBeyond ? 1 : 10,
+    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kElementwiseWaves,
                                   kBatch<T, 1 + kResidual>, 2, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
     const Grid grid{.blocks = spans.blocks * arrays.groups,
                     .threads = (lines.tile / kCols + kBeyond + 31) / 32 * 32,

@@ -430,13 +430,14 @@ int64_t PartBytes(int width, bool meet) {
 }
 
 // Whether `blocks` blocks do well to leave posts. Larger arrays displace these, which then come from memory when they are asked
-// for: 256 columns took 6 % more. And more posts, which are twice as large as partial sums, take longer than a second launch.
+// for: 256 columns took 6 % more, 512 with a residual's cotangent, a fourth array, 11 %. And more posts, which are twice as large as
+// partial sums, take longer than a second launch.
 inline constexpr int64_t kMaxPostBytes = 5 << 19;
 template <typename Op>
 bool MayMeet(const DeviceInfo& device, const Op& op, int64_t blocks, ffi::AnyBuffer scratch) {
-  const int64_t row_bytes = int64_t{op.arrays + 1} * op.cols * static_cast<int64_t>(sizeof(typename Op::T));
+  const int64_t array_bytes = op.rows * op.cols * static_cast<int64_t>(sizeof(typename Op::T));
   const int64_t post_bytes = blocks * PartBytes<typename Op::Acc>(op.Outputs() * op.cols, true);
-  return op.Outputs() > 0 && op.rows * row_bytes <= device.l2_bytes &&
+  return op.Outputs() > 0 && op.arrays == 2 && 3 * array_bytes <= device.l2_bytes &&
          post_bytes <= std::min(kMaxPostBytes, static_cast<int64_t>(scratch.size_bytes()));
 }
 

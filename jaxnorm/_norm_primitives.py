@@ -540,9 +540,10 @@ def _bwd_local(spec, *, axes, groups, parameter_dtype, **params):
     return local
 
 
-# The most blocks of the CUDA kernels that add up parameters' gradients, each its own rows: two per multiprocessor of an
-# H100 or H200. A row of unknown length gets room for 8192 columns; the kernels then use fewer blocks for more.
-_PARTIALS = 264
+# The most blocks of the CUDA kernels that add up parameters' gradients, each its own rows: two per multiprocessor, of
+# which the largest devices have 188. With room for fewer, some of a B200's 148 would have half as much to do as others.
+# A row of unknown length gets room for 8192 columns; the kernels then use fewer blocks for more.
+_PARTIALS = 2 * 192
 _UNKNOWN_COLUMNS = 8192
 _VECTOR = 8  # the most elements of a vector of the CUDA kernels
 # Partial sums may be posts, which are twice as large, of up to so many float32 elements (ffi/cuda/norm_bwd.cuh).

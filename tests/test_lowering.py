@@ -231,11 +231,11 @@ def test_scratch_only_where_rows_are_split():
 @pytest.mark.parametrize(
     ("columns", "gradients", "floats"),
     [
-        (128, (1, 2), 4 * 264 * 128),
-        (512, (1, 2), 4 * 264 * 512),
-        (1024, (1,), 2 * 264 * 1024),
-        (1024, (1, 2), 5 * 2**17),
-        (2048, (1, 2), 2 * 264 * 2048),
+        (128, (1, 2), 4 * 384 * 128),
+        (512, (1,), 2 * 384 * 512),
+        (512, (1, 2), 5 * 2**17),
+        (1024, (1,), 5 * 2**17),
+        (2048, (1, 2), 2 * 384 * 2048),
     ],
 )
 def test_scratch_of_each_block_that_adds_up_gradients(columns, gradients, floats):

@@ -84,7 +84,10 @@ def _any(shape, axes, operands) -> bool:
 _CPU = ("cpu-ci.json",)
 _BATCH_NORM_CPU = ("cpu-ci-batch_norm.json",)
 _SOFTMAX = ("h200-softmax.json", "h200-log_softmax.json")
-_NORM = ("h200-layer_norm.json", "h200-rms_norm.json")
+# Runs that have forward alone, too.
+_RMS_NORM = ("h200-rms_norm-liger.json",)
+_NORM = ("h200-layer_norm-peers.json", *_RMS_NORM)
+_BATCH_NORM = ("h200-batch_norm-first-card.json",)
 
 TABLE = (
     Rule(
@@ -130,7 +133,7 @@ TABLE = (
         DIFFERENTIATED,
         "rows of at most 8192",
         (
-            Figures("H200", (1.00, 1.50), (2.45, 3.46), ("h200-rms_norm.json",)),
+            Figures("H200", (1.00, 1.50), (2.45, 3.46), _RMS_NORM),
             Figures("CPU", (1.38, 2.38), (1.70, 2.22), _CPU),
         ),
     ),
@@ -150,7 +153,7 @@ TABLE = (
         DIFFERENTIATED,
         "keeps x and one bit per element",
         (
-            Figures("H200", (0.99, 2.90), (2.08, 3.97), ("h200-batch_norm.json",)),
+            Figures("H200", (0.99, 2.90), (2.08, 3.97), _BATCH_NORM),
             Figures("CPU", (1.12, 2.21), (1.39, 2.59), _BATCH_NORM_CPU),
         ),
     ),

@@ -296,7 +296,7 @@ def test_norm_many_short_rows(op, dtype, shape):
     ],
 )
 def test_norm_of_arrays_much_larger_than_l2(op, shape, dtype):
-    """Backward then has as many rows at once as memory feeds. Against the formula: the oracle would take a minute."""
+    """Backward of 16 bits then has as many rows at once as memory feeds. The oracle would take a minute."""
     x, dy = (jax.random.normal(jax.random.key(i), shape, dtype) for i in range(2))
     scale = rand(shape[1:], "float32")
 

@@ -2,8 +2,9 @@
 //
 // x and dy are read once, dx is written once. Gradients of the parameters are sums over rows, so blocks stay for many
 // rows: a thread owns the same columns of each of its rows and keeps their scale and their sums in registers. A block
-// then leaves one row of partial sums in float32, and a second, small launch adds those up. Nothing depends on the order
-// in which blocks run, so results are the same bits every time.
+// then leaves one row of partial sums in float32, and a second, small launch adds those up; or if they are few and L2 holds the
+// arrays, blocks tell each other theirs, and each adds up some columns. Nothing depends on the order in which blocks run, so
+// results are the same bits every time.
 //
 // Rows are on their way to shared memory several turns before they are needed. Each thread copies and reads its own
 // slots only, which takes no barrier. A turn has two passes: the first one reduces a row, the second one writes a row that
@@ -378,15 +379,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // time however many there are, in which sums travel between warps. Where memory takes much longer for so many rows,
 // multiprocessors that it happens to serve better run ahead of others and have nothing to do in the end. So there are only as many
 // as keep memory busy: of 49152 x 1024 elements of 16 bits an H100 takes 7 % less time with 5 rows than with 8. An H200, with the
-// same multiprocessors and faster memory, has 8. Turns of wider types or with a residual's cotangent take longer: there it had 7 to
-// 13 % more time with fewer rows. Of smaller arrays L2 holds a part.
+// same multiprocessors and faster memory, has 8. It stays at `most` for wider types and with a residual's cotangent, whose turns
+// take longer (an H200 took 7 to 13 % more with fewer), and for smaller arrays, of which L2 holds a part.
 template <typename Op>
 int RowsThatMemoryFeeds(const DeviceInfo& device, const Op& op, int most, int step) {
   constexpr double kTurnCycles = 2100;  // 2400, and 0.88 of memory's peak
   constexpr double kTooMany = 1.4;
   const double row_bytes = (op.need_x ? 3.0 : 2.0) * op.cols * sizeof(typename Op::T);
   const double enough = kTurnCycles * device.cycle_bytes / row_bytes;
-  if (enough == 0 || most < kTooMany * enough || row_bytes * op.rows < 3.0 * device.l2_bytes) return most;
+  if (sizeof(typename Op::T) != 2 || op.arrays != 2 || row_bytes * op.rows < 3.0 * device.l2_bytes || enough == 0 ||
+      most < kTooMany * enough) {
+    return most;
+  }
   return std::min(most, static_cast<int>(CeilDiv(static_cast<int64_t>(std::ceil(enough)), step)) * step);
 }
 
@@ -462,7 +466,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     rows = at_least;
   }
   Fit best = fit(cluster);
-  if (!Op::kGeneral && sizeof(T) == 2 && op.arrays == 2 && cluster == 1 && args.shape.groups == 1) {
+  if (!Op::kGeneral && cluster == 1 && args.shape.groups == 1) {
     // Rows of odd length are slower in one block that has a multiprocessor for itself.
     const int step = std::max(2 * kWarp / best.threads, Op::kMode == Mode::kRagged ? 2 : 1);
     best.rows = RowsThatMemoryFeeds(device, op, best.rows, step);

@@ -1,7 +1,6 @@
 // layer_norm and rms_norm, backward, of short rows: blocks stay for many rows and leave partial sums, as norm_bwd.cu says,
 // but rows go to registers directly, those of the next turn while a turn is worked on. A row has 4 to 32 lanes. How many,
-// and whether it fills them, is known when this is compiled, as in norm_fwd_short.cu. If L2 holds the arrays, blocks tell each
-// other their partial sums, and each adds up some columns, instead of a second launch.
+// and whether it fills them, is known when this is compiled, as in norm_fwd_short.cu.
 #include "norm_bwd.cuh"
 
 namespace jaxnorm {
@@ -151,7 +150,6 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
 template <typename Op>
 bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
                         ffi::AnyBuffer scratch, ffi::Error* status) {
-  using T = typename Op::T;
   using Acc = typename Op::Acc;
   const int slots = op.Slots(), outputs = op.Outputs();
   if (slots < 4 || slots > 2 * kWarp || op.rows > INT32_MAX / 2 || args.shape.groups > 1 || op.arrays != 2 ||

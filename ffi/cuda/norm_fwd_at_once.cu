@@ -61,6 +61,7 @@ __device__ __forceinline__ float QuadSquares(const Words<4>& slot) {
 
 struct RowMoments {
   float mean, squares;  // of the deviations from it, or without it of the elements
+  bool lost;            // some row of the warp has a mean that is far from 0 next to its deviations
 };
 
 // Of kQuad rows, of which kSlots lanes have a slot each. Lane i gets those of row i % kQuad.
@@ -82,11 +83,11 @@ __device__ __forceinline__ RowMoments MomentsOfRows(const Words<4> (&rows)[kQuad
     if (kCenter) sum += __shfl_xor_sync(kAllLanes, sum, offset);
     squares += __shfl_xor_sync(kAllLanes, squares, offset);
   }
-  if (!kCenter) return {0, squares};
+  if (!kCenter) return {0, squares, false};
   const float mean = sum * (1.0f / (kSlots * kVec));
   squares = fma(-sum, mean, squares);
-  const bool lost = !(kMostLost * squares >= sum * mean);
-  if (__any_sync(kAllLanes, lost)) {
+  const bool lost = !(kMostLost * squares >= sum * mean), any_lost = __any_sync(kAllLanes, lost);
+  if (any_lost) {
     float sums[kQuad] = {};
 #pragma unroll
     for (int r = 0; r < kQuad; ++r) {
@@ -99,7 +100,7 @@ __device__ __forceinline__ RowMoments MomentsOfRows(const Words<4> (&rows)[kQuad
     const float of_own = __shfl_sync(kAllLanes, SumOverLanes<kSlots>(sums, lane), own * (kSlots / kQuad), kSlots);
     if (lost) squares = of_own;
   }
-  return {mean, squares};
+  return {mean, squares, any_lost};
 }
 
 template <typename Op, bool kCenter>
@@ -112,12 +113,12 @@ __global__ void __launch_bounds__(kWarps* kWarp) NormFwdAtOnceKernel(int steps, 
   constexpr auto variant = std::bool_constant<kCenter>();
   __shared__ __align__(kLineBytes) uint4 staged[kWarps][kMaxSteps * kStepBytes / kVecBytes];
   __shared__ uint64_t copied[kWarps][kMaxSteps];
-  const int warp = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
+  const int warp = WarpIndex(), warp_lane = threadIdx.x % kWarp;
   const int lane = warp_lane % kSlots, group = warp_lane / kSlots;
   const int64_t first_row = (int64_t{blockIdx.x} * kWarps + warp) * (steps * kStepRows);
   const int rows = static_cast<int>(max(min(op.rows - first_row, static_cast<int64_t>(steps * kStepRows)), int64_t{0}));
   const uint32_t stages = SharedAddress(staged[warp]), barriers = SharedAddress(copied[warp]);
-  if (warp_lane == 0) {
+  if (ElectLane()) {
 #pragma unroll
     for (int step = 0; step < kMaxSteps; ++step) InitBarrier(&copied[warp][step], 1);
     PublishBarriers();
@@ -147,17 +148,33 @@ __global__ void __launch_bounds__(kWarps* kWarp) NormFwdAtOnceKernel(int steps, 
     const int64_t row = first_row + begin + group;
     if (lane < kQuad && inside(lane)) op.StoreStatistics(variant, row + lane * kGroups, final);
     T* const y = op.y + (row * kCols + lane * kVec);
+    // In most steps all rows exist, and (value - mean) * rstd is as good in one instruction.
+    const auto write = [&](auto usual) {
+      const float own_centre = usual ? -final.mean * final.rstd : final.mean;
+      float centres[kQuad] = {}, rstds[kQuad];
 #pragma unroll
-    for (int r = 0; r < kQuad; ++r) {
-      const float mean = kCenter ? __shfl_sync(kAllLanes, final.mean, r, kSlots) : 0;
-      const float rstd = __shfl_sync(kAllLanes, final.rstd, r, kSlots);
-      float values[kVec];
-      ToAccAll(std::bit_cast<V>(words[r]), values);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        values[j] = fma((kCenter ? values[j] - mean : values[j]) * rstd, factor[j], shift[j]);
+      for (int r = 0; r < kQuad; ++r) {
+        if (kCenter) centres[r] = __shfl_sync(kAllLanes, own_centre, r, kSlots);
+        rstds[r] = __shfl_sync(kAllLanes, final.rstd, r, kSlots);
       }
-      if (inside(r)) jaxnorm::Store(y + r * kGroups * kCols, RoundVec<T>(values));
+#pragma unroll
+      for (int r = 0; r < kQuad; ++r) {
+        if (!usual && !inside(r)) continue;
+        float values[kVec];
+        ToAccAll(std::bit_cast<V>(words[r]), values);
+#pragma unroll
+        for (float& value : values) {
+          value = !kCenter ? value * rstds[r] : usual ? fma(value, rstds[r], centres[r]) : (value - centres[r]) * rstds[r];
+        }
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) values[j] = fma(values[j], factor[j], shift[j]);
+        jaxnorm::Store(y + r * kGroups * kCols, RoundVec<T>(values));
+      }
+    };
+    if (!moments.lost && begin + kStepRows <= rows) {
+      write(std::true_type());
+    } else {
+      write(std::false_type());
     }
   }
 #endif

@@ -66,6 +66,23 @@ __device__ __forceinline__ P ShuffleFrom(P value, int lane) {
   return MapWords(value, [=](uint32_t word) { return __shfl_sync(kAllLanes, word, lane); });
 }
 
+// Which warp of the block this is, in a form that tells the compiler that all lanes have the same.
+__device__ __forceinline__ int WarpIndex() {
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0);
+}
+
+// By all lanes of a warp: true in one of them, which the compiler then knows to be alone. Else it makes loops over lanes of what
+// takes operands for the whole warp, such as preparing a barrier or asking for a bulk copy.
+__device__ __forceinline__ bool ElectLane() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t elected;
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+#else
+  return threadIdx.x % kWarp == 0;
+#endif
+}
+
 // ---- Barriers in shared memory: who arrives need not wait, and may wait later ----
 
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier, int arrivals) {

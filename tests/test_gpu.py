@@ -153,6 +153,17 @@ def test_layer_norm_of_rows_that_begin_far_from_their_mean(dtype, shape):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
+    "shape", [(1, 257), (3, 1023), (5, 4095), (2, 9001), (7, 1500), (29, 100001), (37, 128257)]
+)
+def test_norm_fewer_blocks_than_ways_to_lie(op, dtype, residual, shape):
+    """Backward of rows of odd length: each block, or cluster, has rows that begin at several places within a slot."""
+    test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
+
+
+@pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
     "shape",
     [
         (4001, 768),

@@ -432,9 +432,11 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
     }
   }
   // Few rows: by all multiprocessors together. Clusters, whose blocks come and go unevenly and each of which leaves a row of
-  // partial sums, do better only if they have more to do: five times what they have at once.
+  // partial sums, do better only if they have more to do: five times what they have at once. Large clusters leave many
+  // multiprocessors idle, and few rows for each cluster: seven or, with two gradients of parameters, ten times.
   if constexpr (Op::kMode == Mode::kPlain) {
-    const bool few = cluster > 1 && op.rows < 5 * at_least;
+    const bool large = cluster > 4 && op.arrays == 2;
+    const bool few = cluster > 1 && op.rows < (large ? 4 + 3 * outputs : 5) * at_least;
     auto status = ffi::Error::Success();
     if ((at_least == 0 || few) && LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
   }
@@ -444,14 +446,14 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   // More blocks for a row than it needs may leave fewer threads of a multiprocessor unused. A row in one block that shares its
   // multiprocessor with no other one was slower than in a cluster of two, with as many rows at once, unless all threads were
   // in use. Larger clusters instead of small ones were faster where they have a tenth more rows at once; a quarter more, if
-  // rows do not fill their slots.
+  // rows do not fill their slots, or as many, each in more multiprocessors.
   const int smallest = cluster;
   int rows = at_least;  // at once
   if (smallest > 1) {
-    constexpr int kPercent = Op::kMode == Mode::kRagged ? 125 : 110;
+    constexpr bool kRagged = Op::kMode == Mode::kRagged;
     for (int more = smallest + 1; more <= kMaxPortableCluster; ++more) {
       const int rows_of_more = rows_at_once(more);
-      if (100 * rows_of_more <= kPercent * rows) continue;
+      if (100 * rows_of_more <= (kRagged ? 125 : 110) * rows && !(kRagged && rows_of_more == rows)) continue;
       cluster = more;
       rows = rows_of_more;
     }
@@ -496,17 +498,18 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   // In which sets may lie.
   const int ways =
       Op::kMode == Mode::kRagged ? Op::kVec / std::min(Op::kVec, plan.rows_per_block & -plan.rows_per_block) : 1;
-  if (at_once % ways != 0) plan.segments = ways;
   int64_t most = std::min<int64_t>(sets, at_once);
   const bool meet = kMayMeet<Op, false> && cluster == 1 && args.shape.groups == 1 && all_fit(plan.stages) &&
                     MayMeet(device, op, most, scratch);
+  int64_t most_parts = INT32_MAX;
   if (outputs > 0 && !meet) {
-    const int64_t part_bytes = args.shape.groups * PartBytes<Acc>(outputs * op.cols, false);
-    const int64_t parts = static_cast<int64_t>(scratch.size_bytes()) / part_bytes;
-    JAXNORM_CHECK(parts > 0);
-    most = std::min(most, parts - plan.segments + 1);
+    most_parts =
+        static_cast<int64_t>(scratch.size_bytes()) / (args.shape.groups * PartBytes<Acc>(outputs * op.cols, false));
+    JAXNORM_CHECK(most_parts > 0);
   }
-  if (most < ways || op.cols < kEdges<Op>) {  // shorter rows would be nothing but edges
+  if (at_once % ways != 0 || std::min(most, most_parts) < ways) plan.segments = ways;
+  most = std::min(most, most_parts - plan.segments + 1);
+  if (most < 1 || op.cols < kEdges<Op>) {  // shorter rows would be nothing but edges
     return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
   }
   plan.blocks = static_cast<int>(most);

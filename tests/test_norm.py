@@ -486,6 +486,14 @@ def test_offset(op, dtype, offset, columns):
         oracle.assert_close(y, getattr(oracle, op)(x), dtype, xla, floor=8)
 
 
+@pytest.mark.parametrize("columns", [100, 1000, 40000])
+def test_huge_offset(columns):
+    """The variance is finite where the square of the mean is not."""
+    x = rand((4, columns), "float32") * np.float32(1e16) + np.float32(1e20)
+    y = oracle.f64(jaxnorm.layer_norm(x))
+    np.testing.assert_allclose(y, oracle.layer_norm(x), atol=1e-3)
+
+
 @ops
 @dtypes
 @pytest.mark.parametrize("columns", [100, 4096])

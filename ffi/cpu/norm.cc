@@ -12,6 +12,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "convert.h"
 #include "loops.h"
 #include "norm_args.h"
 #include "norm_rows.h"
@@ -25,7 +26,8 @@ namespace {
 // ---- Kernels ----
 //
 // Reduce finds the statistics of a chunk, Apply writes the results of one, given those of the whole row. If a row is one
-// chunk, Apply follows at once (`again`). `sums` are a block's rows of partial sums, nullptr where there are none.
+// chunk, Apply follows at once (`again`). `sums` are a block's rows of partial sums, nullptr where there are none, to
+// which Reduce adds.
 
 // Of the elements that count: their number, mean (0 if not centred), and sum of squared deviations from it.
 template <typename A>
@@ -35,6 +37,10 @@ struct Moments {
   // Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance".
   JAXNORM_INLINE void Merge(const Moments& other) {
     if (other.count == 0) return;
+    if (count == 0) {
+      *this = other;
+      return;
+    }
     const A total = count + other.count, delta = other.mean - mean;
     squares += other.squares + delta * delta * (count * other.count / total);
     mean += delta * (other.count / total);
@@ -42,38 +48,50 @@ struct Moments {
   }
 };
 
-template <typename T>
+template <typename Number>
 struct Forward {
-  using A = Acc<T>;
+  using A = Number;
   using Statistics = Moments<A>;
   struct Parameters {
     const A* factor;
     const A* shift;
   };
-  static constexpr bool kShort = false, kReduces = true;
+  static constexpr bool kShort = false;
   const NormFwdArgs& args;
 
+  bool HasResults() const { return true; }
+
   JAXNORM_INLINE Parameters Load(int64_t group, const Chunk& chunk) const {
-    return {LoadFactor<T>(args.scale, args.parameter_dtype, group, chunk, args.scale_offset),
-            LoadShift<T>(args.bias, args.parameter_dtype, group, chunk)};
+    return {LoadFactor<A>(args.scale, args.parameter_dtype, group, chunk, args.scale_offset),
+            LoadShift<A>(args.bias, args.parameter_dtype, group, chunk)};
   }
 
   JAXNORM_INLINE Statistics Reduce(const Chunk& chunk, const Parameters&, A*) const {
-    const Source<T>* values = Values(chunk, /*again=*/false);
+    const A* values = Values(chunk, /*again=*/false);
     const uint8_t* mask = MaskOf(args.mask, chunk);
-    const A count = CountOf<A>(mask, chunk.n);
+    const int64_t n = chunk.n;
+    const A count = CountOf<A>(mask, n), inverse = 1 / count;
     if (count == 0) return {};
-    if (mask == nullptr) {
-      return ReduceKept(chunk.n, count, [=](int64_t i, A) JAXNORM_INLINE_LAMBDA { return ToAcc(values[i]); });
+    const A* kept = Kept(values, mask, A{0}, n);
+    if (!args.center) {
+      const A squares =
+          Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{A{0}, kept[i] * kept[i]}; }).second;
+      return {count, A{0}, squares};
     }
-    return ReduceKept(chunk.n, count, [=](int64_t i, A otherwise) JAXNORM_INLINE_LAMBDA {
-      return mask[i] != 0 ? ToAcc(values[i]) : otherwise;
+    const A mean = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{kept[i], A{0}}; }).first * inverse;
+    const A* around = Kept(values, mask, mean, n);
+    const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+      const A deviation = around[i] - mean;
+      return Two<A>{deviation, deviation * deviation};
     });
+    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
+    const A shift = sums.first * inverse, squares = sums.second - sums.first * shift;
+    return {count, mean + shift, squares < 0 ? A{0} : squares};
   }
 
-  JAXNORM_INLINE void Apply(const Chunk& chunk, const Statistics& moments, const Parameters& parameters, A*,
+  JAXNORM_INLINE void Apply(const Chunk& chunk, const Statistics& moments, const Parameters& parameters,
                             bool again) const {
-    const Source<T>* values = Values(chunk, again);
+    const A* values = Values(chunk, again);
     const A inverse = 1 / moments.count;
     const A mean = moments.count == 0 ? std::numeric_limits<A>::quiet_NaN() : moments.mean;
     const A rstd = 1 / std::sqrt(moments.squares * inverse + static_cast<A>(args.epsilon));
@@ -81,47 +99,35 @@ struct Forward {
       if (args.center) static_cast<A*>(args.mean)[chunk.row] = mean;
       static_cast<A*>(args.rstd)[chunk.row] = rstd;
     }
-    Store(static_cast<T*>(args.y) + Offset(chunk), chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-      return (ToAcc(values[i]) - mean) * rstd * parameters.factor[i] + parameters.shift[i];
+    Store<A>(args.dtype, Result(args.y, chunk), chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+      return (values[i] - mean) * rstd * parameters.factor[i] + parameters.shift[i];
     });
   }
 
  private:
-  JAXNORM_INLINE int64_t Offset(const Chunk& chunk) const { return chunk.row * args.shape.cols + chunk.start; }
-
-  // What is normalised: x, or the sum, as it was rounded, because backward will see it so.
-  JAXNORM_INLINE const Source<T>* Values(const Chunk& chunk, bool again) const {
-    const T* x = RowOf<T>(args.x, chunk);
-    if (!args.residual) return Stage(x, chunk.n, kFirst, again);
-    T* sum = static_cast<T*>(args.sum) + Offset(chunk);
-    if (!again) {
-      const Source<T>* first = Stage(x, chunk.n, kFirst);
-      const Source<T>* second = Stage(RowOf<T>(args.residual, chunk), chunk.n, kSecond);
-      Store(sum, chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return ToAcc(first[i]) + ToAcc(second[i]); });
-    }
-    return Stage(static_cast<const T*>(sum), chunk.n, kFirst, again);
+  JAXNORM_INLINE void* Result(void* array, const Chunk& chunk) const {
+    return At<A>(args.dtype, array, chunk.row * args.shape.cols + chunk.start);
   }
 
-  // value(i, otherwise) is the element if it counts.
-  template <typename Value>
-  JAXNORM_INLINE Statistics ReduceKept(int64_t n, A count, Value value) const {
-    const A inverse = 1 / count;
-    if (!args.center) {
-      const A squares = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-                          const A x = value(i, A{0});
-                          return Two<A>{A{0}, x * x};
-                        }).second;
-      return {count, A{0}, squares};
+  // What is normalised: x, or the sum, as it was rounded, because backward will see it so.
+  JAXNORM_INLINE const A* Values(const Chunk& chunk, bool again) const {
+    if (!args.residual) return StageChunk<A>(args.dtype, args.x, chunk, kFirst, again);
+    void* sum = Result(args.sum, chunk);
+    if (!again) {
+      const A* first = StageChunk<A>(args.dtype, args.x, chunk, kFirst);
+      const A* second = StageChunk<A>(args.dtype, args.residual, chunk, kSecond);
+      Store<A>(args.dtype, sum, chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return first[i] + second[i]; });
     }
-    const A mean =
-        Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{value(i, A{0}), A{0}}; }).first * inverse;
-    const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-      const A deviation = value(i, mean) - mean;
-      return Two<A>{deviation, deviation * deviation};
-    });
-    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
-    const A shift = sums.first * inverse, squares = sums.second - sums.first * shift;
-    return {count, mean + shift, squares < 0 ? A{0} : squares};
+    return Stage<A>(args.dtype, sum, chunk.n, kFirst, again);
+  }
+
+  // The elements that count, `otherwise` in place of the others.
+  JAXNORM_INLINE const A* Kept(const A* values, const uint8_t* mask, A otherwise, int64_t n) const {
+    if (mask == nullptr) return values;
+    A* kept = ThreadBuffer<A>(kSecond);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) kept[i] = mask[i] != 0 ? values[i] : otherwise;
+    return kept;
   }
 };
 
@@ -138,96 +144,99 @@ struct BackwardSums {
 };
 
 // The partial sums of a block are a row for dscale, then one for dbias.
-template <typename T, bool kDx, bool kParameters>
+template <typename Number>
 struct Backward {
-  using A = Acc<T>;
+  using A = Number;
   using Statistics = BackwardSums<A>;
   struct Parameters {
     const A* factor;
   };
-  static constexpr bool kShort = false, kReduces = kDx;
+  static constexpr bool kShort = false;
   const NormBwdArgs& args;
 
+  bool HasResults() const { return args.dx != nullptr; }
+
   JAXNORM_INLINE Parameters Load(int64_t group, const Chunk& chunk) const {
-    return {LoadFactor<T>(args.scale, args.parameter_dtype, group, chunk, args.scale_offset)};
+    return {LoadFactor<A>(args.scale, args.parameter_dtype, group, chunk, args.scale_offset)};
   }
 
   JAXNORM_INLINE Statistics Reduce(const Chunk& chunk, const Parameters& parameters, A* sums) const {
-    const Row row(*this, chunk, /*again=*/false);
+    const Row row(args, chunk, /*again=*/false);
     const A* factor = parameters.factor;
     A* dscale = sums + chunk.start;
     A* dbias = dscale + args.shape.cols;
+    if (args.dx == nullptr) {
+#pragma omp simd
+      for (int64_t i = 0; i < chunk.n; ++i) {
+        dscale[i] += row.dy[i] * row.xhat(i);
+        dbias[i] += row.dy[i];
+      }
+      return {};
+    }
     Two<A> totals;
-    if (kParameters && sums != nullptr) {
+    if (sums != nullptr) {
       totals = Sum<A>(chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        const A xhat = row.xhat(i), dy = row.dy(i), w = dy * factor[i];
+        const A xhat = row.xhat(i), dy = row.dy[i], w = dy * factor[i];
         dscale[i] += dy * xhat;
         dbias[i] += dy;
         return Two<A>{w, w * xhat};
       });
     } else {
       totals = Sum<A>(chunk.n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        const A w = row.dy(i) * factor[i];
+        const A w = row.dy[i] * factor[i];
         return Two<A>{w, w * row.xhat(i)};
       });
     }
     return {CountOf<A>(MaskOf(args.mask, chunk), chunk.n), totals.first, totals.second};
   }
 
-  JAXNORM_INLINE void Apply(const Chunk& chunk, const Statistics& statistics, const Parameters& parameters, A* sums,
+  JAXNORM_INLINE void Apply(const Chunk& chunk, const Statistics& statistics, const Parameters& parameters,
                             bool again) const {
-    const Row row(*this, chunk, again);
-    if (kParameters && !again) {
-      A* dscale = sums + chunk.start;
-      A* dbias = dscale + args.shape.cols;
-#pragma omp simd
-      for (int64_t i = 0; i < chunk.n; ++i) {
-        dscale[i] += row.dy(i) * row.xhat(i);
-        dbias[i] += row.dy(i);
-      }
-    }
-    if constexpr (kDx) {
-      const A* factor = parameters.factor;
-      const A inverse = 1 / statistics.count;
-      const A of_w = args.center ? statistics.w * inverse : A{0}, of_product = statistics.product * inverse;
-      const uint8_t* mask = MaskOf(args.mask, chunk);
-      const auto whole = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        return row.rstd * (row.dy(i) * factor[i] - (of_w + row.xhat(i) * of_product));
-      };
-      const auto masked = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        const A drift = of_w + row.xhat(i) * of_product;
-        return row.rstd * (row.dy(i) * factor[i] - (mask[i] != 0 ? drift : A{0}));
-      };
-      mask == nullptr ? StoreDx(chunk, whole) : StoreDx(chunk, masked);
-    }
+    const Row row(args, chunk, again);
+    const A* factor = parameters.factor;
+    const A inverse = 1 / statistics.count;
+    const A of_w = args.center ? statistics.w * inverse : A{0}, of_product = statistics.product * inverse;
+    const uint8_t* mask = MaskOf(args.mask, chunk);
+    const auto whole = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+      return row.rstd * (row.dy[i] * factor[i] - (of_w + row.xhat(i) * of_product));
+    };
+    const auto masked = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
+      const A drift = of_w + row.xhat(i) * of_product;
+      return row.rstd * (row.dy[i] * factor[i] - (mask[i] != 0 ? drift : A{0}));
+    };
+    mask == nullptr ? StoreDx(chunk, whole) : StoreDx(chunk, masked);
   }
 
  private:
   // The elements of a chunk.
   struct Row {
-    const Source<T>* x;
-    const Source<T>* dy_data;
+    const A* x;
+    const A* dy;
     A mean, rstd;
 
-    JAXNORM_INLINE Row(const Backward& call, const Chunk& chunk, bool again)
-        : x(Stage(RowOf<T>(call.args.x, chunk), chunk.n, kFirst, again)),
-          dy_data(Stage(RowOf<T>(call.args.dy, chunk), chunk.n, kSecond, again)),
-          mean(call.args.center ? *RowOf<A>(call.args.mean, {chunk.row, 0, 1}) : A{0}),
-          rstd(*RowOf<A>(call.args.rstd, {chunk.row, 0, 1})) {}
+    JAXNORM_INLINE Row(const NormBwdArgs& args, const Chunk& chunk, bool again)
+        : x(StageChunk<A>(args.dtype, args.x, chunk, kFirst, again)),
+          dy(StageChunk<A>(args.dtype, args.dy, chunk, kSecond, again)),
+          mean(args.center ? StatisticOf(args.mean, chunk.row) : A{0}),
+          rstd(StatisticOf(args.rstd, chunk.row)) {}
 
-    JAXNORM_INLINE A xhat(int64_t i) const { return (ToAcc(x[i]) - mean) * rstd; }
-    JAXNORM_INLINE A dy(int64_t i) const { return ToAcc(dy_data[i]); }
+    JAXNORM_INLINE A xhat(int64_t i) const { return (x[i] - mean) * rstd; }
+
+   private:
+    JAXNORM_INLINE static A StatisticOf(const Operand& operand, int64_t row) {
+      return static_cast<const A*>(operand.data)[operand.view.RowOffset(row)];
+    }
   };
 
   template <typename F>
   JAXNORM_INLINE void StoreDx(const Chunk& chunk, F f) const {
-    T* dx = static_cast<T*>(args.dx) + chunk.row * args.shape.cols + chunk.start;
+    void* dx = At<A>(args.dtype, args.dx, chunk.row * args.shape.cols + chunk.start);
     if (!args.dsum) {
-      Store(dx, chunk.n, kFirst, f);
+      Store<A>(args.dtype, dx, chunk.n, kFirst, f);
       return;
     }
-    const Source<T>* dsum = Stage(RowOf<T>(args.dsum, chunk), chunk.n, kShift);
-    Store(dx, chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return f(i) + ToAcc(dsum[i]); });
+    const A* dsum = StageChunk<A>(args.dtype, args.dsum, chunk, kShift);
+    Store<A>(args.dtype, dx, chunk.n, kFirst, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return f(i) + dsum[i]; });
   }
 };
 
@@ -258,60 +267,53 @@ struct Grid {
   }
 };
 
-// A block, row by row or all of them.
+// What is done of the rows of a block: all, or one of two steps that are spread over threads by themselves.
+enum Steps { kWhole, kStatistics, kResults };
+
+// Chunks [begin, end) of a block. The statistics of each row's chunks, or in the first one's place those of the row, are
+// in `statistics`, unless all is done here.
 template <typename Kernel>
-JAXNORM_SIMD_CLONES void RunBlock(const Kernel& kernel, const Grid& grid, int64_t block, typename Kernel::A* sums) {
-  const int64_t group = grid.group(block), first = grid.first_row(block), end = grid.last_row(block);
-  if constexpr (Kernel::kShort) {
-    kernel(group, first, end, sums);
-  } else {
-    typename Kernel::Parameters parameters;
-    if (grid.chunks == 1) parameters = kernel.Load(group, grid.at(0, 0));
-    for (int64_t row = first; row < end; ++row) {
-      typename Kernel::Statistics statistics;
-      if (grid.chunks == 1 && Kernel::kReduces) {
-        const Chunk chunk = grid.at(row, 0);
-        statistics = kernel.Reduce(chunk, parameters, sums);
-        kernel.Apply(chunk, statistics, parameters, sums, /*again=*/true);
-        continue;
-      }
-      for (int64_t i = 0; i < grid.chunks && Kernel::kReduces; ++i) {
+JAXNORM_SIMD_CLONES void RunChunks(const Kernel& kernel, const Grid& grid, int64_t block, int64_t begin, int64_t end,
+                                   Steps steps, typename Kernel::Statistics* statistics, typename Kernel::A* sums) {
+  const int64_t group = grid.group(block);
+  const bool one = end - begin == 1;
+  typename Kernel::Parameters parameters;
+  if (one) parameters = kernel.Load(group, grid.at(0, begin));
+  for (int64_t row = grid.first_row(block); row < grid.last_row(block); ++row) {
+    typename Kernel::Statistics of_row;
+    if (steps == kResults) {
+      of_row = statistics[row * grid.chunks];
+    } else {
+      for (int64_t i = begin; i < end; ++i) {
         const Chunk chunk = grid.at(row, i);
-        statistics.Merge(kernel.Reduce(chunk, kernel.Load(group, chunk), nullptr));
+        if (!one) parameters = kernel.Load(group, chunk);
+        of_row.Merge(kernel.Reduce(chunk, parameters, sums));
       }
-      for (int64_t i = 0; i < grid.chunks; ++i) {
-        const Chunk chunk = grid.at(row, i);
-        if (grid.chunks > 1) parameters = kernel.Load(group, chunk);
-        kernel.Apply(chunk, statistics, parameters, sums, /*again=*/false);
-      }
+    }
+    if (steps == kStatistics) {
+      statistics[row * grid.chunks + begin] = of_row;
+      continue;
+    }
+    if (!kernel.HasResults()) continue;
+    for (int64_t i = begin; i < end; ++i) {
+      const Chunk chunk = grid.at(row, i);
+      if (!one) parameters = kernel.Load(group, chunk);
+      kernel.Apply(chunk, of_row, parameters, /*again=*/grid.chunks == 1);
     }
   }
 }
 
-// One chunk of all rows of a block: its statistics, or its results.
+// A block of short rows.
 template <typename Kernel>
-JAXNORM_SIMD_CLONES void ReduceChunks(const Kernel& kernel, const Grid& grid, int64_t block, int64_t index,
-                                      typename Kernel::Statistics* statistics) {
-  const int64_t first = grid.first_row(block), end = grid.last_row(block);
-  const auto parameters = kernel.Load(grid.group(block), grid.at(first, index));
-  for (int64_t row = first; row < end; ++row) {
-    statistics[row * grid.chunks + index] = kernel.Reduce(grid.at(row, index), parameters, nullptr);
-  }
-}
-template <typename Kernel>
-JAXNORM_SIMD_CLONES void ApplyChunks(const Kernel& kernel, const Grid& grid, int64_t block, int64_t index,
-                                     const typename Kernel::Statistics* statistics, typename Kernel::A* sums) {
-  const int64_t first = grid.first_row(block), end = grid.last_row(block);
-  const auto parameters = kernel.Load(grid.group(block), grid.at(first, index));
-  for (int64_t row = first; row < end; ++row) {
-    kernel.Apply(grid.at(row, index), statistics[row * grid.chunks], parameters, sums, /*again=*/false);
-  }
+JAXNORM_SIMD_CLONES void RunShort(const Kernel& kernel, const Grid& grid, int64_t block, typename Kernel::A* sums) {
+  kernel(grid.group(block), grid.first_row(block), grid.last_row(block), sums);
 }
 
 // Runs all blocks; sums[i * pitch...] are the partial sums of block i, which start at 0.
 template <typename Kernel>
 void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, typename Kernel::A* sums, int64_t pitch) {
   const int64_t blocks = grid.blocks(), chunks = grid.chunks;
+  const auto sums_of = [&](int64_t block) { return sums != nullptr ? sums + block * pitch : nullptr; };
   const auto clear = [&](int64_t block, int64_t from, int64_t to) {
     for (int64_t half = 0; half < 2 && sums != nullptr; ++half) {
       std::fill(sums + block * pitch + half * pitch / 2 + from, sums + block * pitch + half * pitch / 2 + to, 0);
@@ -324,7 +326,11 @@ void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, ty
     ParallelFor(pool, blocks, grid.block_rows * grid.shape.cols, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         clear(block, 0, pitch / 2);
-        RunBlock(kernel, grid, block, sums != nullptr ? sums + block * pitch : nullptr);
+        if constexpr (Kernel::kShort) {
+          RunShort(kernel, grid, block, sums_of(block));
+        } else {
+          RunChunks(kernel, grid, block, 0, chunks, kWhole, nullptr, sums_of(block));
+        }
       }
     });
     return;
@@ -332,44 +338,42 @@ void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, ty
   if constexpr (!Kernel::kShort) {
     using Statistics = typename Kernel::Statistics;
     const std::unique_ptr<Statistics[]> statistics(new Statistics[grid.shape.rows() * chunks]);
-    if (Kernel::kReduces) {
+    const auto run = [&](Steps steps) {
       ParallelFor(pool, blocks * chunks, grid.block_rows * grid.chunk, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) ReduceChunks(kernel, grid, i / chunks, i % chunks, statistics.get());
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t block = i / chunks, index = i % chunks;
+          const Chunk chunk = grid.at(0, index);
+          if (steps == kStatistics) clear(block, chunk.start, chunk.start + chunk.n);
+          RunChunks(kernel, grid, block, index, index + 1, steps, statistics.get(), sums_of(block));
+        }
       });
-      for (int64_t row = 0; row < grid.shape.rows(); ++row) {
-        Statistics* first = &statistics[row * chunks];
-        Statistics merged;  // from nothing, as RunBlock does
-        for (int64_t i = 0; i < chunks; ++i) merged.Merge(first[i]);
-        *first = merged;
-      }
+    };
+    run(kStatistics);
+    if (!kernel.HasResults()) return;
+    for (int64_t row = 0; row < grid.shape.rows(); ++row) {
+      Statistics* first = &statistics[row * chunks];
+      for (int64_t i = 1; i < chunks; ++i) first->Merge(first[i]);
     }
-    ParallelFor(pool, blocks * chunks, grid.block_rows * grid.chunk, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t block = i / chunks;
-        const Chunk chunk = grid.at(0, i % chunks);
-        clear(block, chunk.start, chunk.start + chunk.n);
-        ApplyChunks(kernel, grid, block, i % chunks, statistics.get(),
-                    sums != nullptr ? sums + block * pitch : nullptr);
-      }
-    });
+    run(kResults);
   }
 }
 
-template <typename T>
+template <typename A>
 ffi::Error RunForward(ffi::ThreadPool& pool, const NormFwdArgs& args) {
   const int64_t rows = std::max<int64_t>(1, kGrainElements / args.shape.cols);
-  const Grid grid(args.shape, kLongestChunk<Acc<T>>, rows);
+  const Grid grid(args.shape, kLongestChunk<A>, rows);
   if (args.shape.cols <= kShortRow && !args.mask) {
-    RunBlocks(pool, ShortForward<T>{args}, grid, static_cast<Acc<T>*>(nullptr), 0);
+    RunBlocks(pool, ShortForward<A>{args}, grid, static_cast<A*>(nullptr), 0);
   } else {
-    RunBlocks(pool, Forward<T>{args}, grid, static_cast<Acc<T>*>(nullptr), 0);
+    RunBlocks(pool, Forward<A>{args}, grid, static_cast<A*>(nullptr), 0);
   }
   return ffi::Error::Success();
 }
 
-// Columns [begin, end) of all blocks' partial sums, added up.
-template <typename U, typename A>
-JAXNORM_SIMD_CLONES void AddPartials(const A* sums, int64_t blocks, int64_t pitch, int64_t begin, int64_t end, U* out) {
+// Columns [begin, end) of all blocks' partial sums, added up; `out` is where column `begin` belongs.
+template <typename A>
+JAXNORM_SIMD_CLONES void AddPartials(const A* sums, int64_t blocks, int64_t pitch, int64_t begin, int64_t end,
+                                     ffi::DataType dtype, void* out) {
   constexpr int64_t kTogether = 256;
   A totals[kTogether];
   for (int64_t start = begin; start < end; start += kTogether) {
@@ -380,23 +384,24 @@ JAXNORM_SIMD_CLONES void AddPartials(const A* sums, int64_t blocks, int64_t pitc
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) totals[i] += from[i];
     }
-    FromAccRun<U>(totals, out + start, n);
+    Write(dtype, totals, At<A>(dtype, out, start - begin), n);
   }
 }
 
-template <typename T>
+template <typename A>
 ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
-  using A = Acc<T>;
   const NormShape& shape = args.shape;
   const int64_t group_size = shape.rows_per_group * shape.cols;
-  const bool is_short = shape.cols <= kShortRow && !args.mask;
+  const auto run = [&](const Grid& grid, A* sums, int64_t pitch) {
+    if (shape.cols <= kShortRow && !args.mask) {
+      RunBlocks(pool, ShortBackward<A>{args}, grid, sums, pitch);
+    } else {
+      RunBlocks(pool, Backward<A>{args}, grid, sums, pitch);
+    }
+  };
   if (args.dscale == nullptr && args.dbias == nullptr) {
     const Grid grid(shape, kLongestChunk<A>, std::max<int64_t>(1, kGrainElements / shape.cols));
-    if (is_short) {
-      RunBlocks(pool, ShortBackward<T>{args}, grid, static_cast<A*>(nullptr), 0);
-    } else {
-      RunBlocks(pool, Backward<T, true, false>{args}, grid, static_cast<A*>(nullptr), 0);
-    }
+    run(grid, nullptr, 0);
     return ffi::Error::Success();
   }
   // Partial sums cost two rows per block, so blocks have many rows; enough blocks for the threads there may be.
@@ -406,35 +411,24 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
   const Grid grid(shape, kLongestChunk<A>, std::max<int64_t>(1, (shape.rows_per_group + blocks - 1) / blocks));
   const int64_t pitch = 2 * shape.cols;
   const std::unique_ptr<A[]> sums(new A[grid.blocks() * pitch]);
-  if (is_short) {
-    RunBlocks(pool, ShortBackward<T>{args}, grid, sums.get(), pitch);
-  } else if (args.dx != nullptr) {
-    RunBlocks(pool, Backward<T, true, true>{args}, grid, sums.get(), pitch);
-  } else {
-    RunBlocks(pool, Backward<T, false, true>{args}, grid, sums.get(), pitch);
-  }
+  run(grid, sums.get(), pitch);
 
   const int64_t per_group = grid.blocks_per_group;
-  const auto finish = [&]<typename U>(U* out, int64_t offset) {
+  const ffi::DataType dtype = args.gradient_dtype;
+  for (auto [out, offset] : {std::pair{args.dscale, int64_t{0}}, std::pair{args.dbias, pitch / 2}}) {
+    if (out == nullptr) continue;
+    const A* from = sums.get() + offset;
     if (shape.groups > 1) {
       ParallelFor(pool, shape.groups, shape.cols * per_group, [&](int64_t begin, int64_t end) {
         for (int64_t group = begin; group < end; ++group) {
-          AddPartials(sums.get() + group * per_group * pitch + offset, per_group, pitch, 0, shape.cols,
-                      out + group * shape.cols);
+          AddPartials(from + group * per_group * pitch, per_group, pitch, 0, shape.cols, dtype,
+                      At<A>(dtype, out, group * shape.cols));
         }
       });
     } else {
       ParallelFor(pool, shape.cols, per_group, [&](int64_t begin, int64_t end) {
-        AddPartials(sums.get() + offset, per_group, pitch, begin, end, out);
+        AddPartials(from, per_group, pitch, begin, end, dtype, At<A>(dtype, out, begin));
       });
-    }
-  };
-  for (auto [out, offset] : {std::pair{args.dscale, int64_t{0}}, std::pair{args.dbias, pitch / 2}}) {
-    if (out == nullptr) continue;
-    if (args.gradient_dtype == args.dtype) {
-      finish(static_cast<T*>(out), offset);
-    } else {
-      finish(static_cast<A*>(out), offset);
     }
   }
   return ffi::Error::Success();
@@ -448,11 +442,11 @@ ffi::Error NormFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs re
   NormFwdArgs args;
   JAXNORM_RETURN_IF_ERROR(
       ParseNormFwd(x, rest, *y, results, axis, groups, center, epsilon, scale_offset, operands, &args));
-  return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    if (args.shape.cols > 0) return RunForward<T>(pool, args);
+  return DispatchAcc(args.dtype, [&]<typename A>(A) {
+    if (args.shape.cols > 0) return RunForward<A>(pool, args);
     for (void* statistic : {args.mean, args.rstd}) {
       if (statistic == nullptr) continue;
-      std::fill_n(static_cast<Acc<T>*>(statistic), args.shape.rows(), std::numeric_limits<Acc<T>>::quiet_NaN());
+      std::fill_n(static_cast<A*>(statistic), args.shape.rows(), std::numeric_limits<A>::quiet_NaN());
     }
     return ffi::Error::Success();
   });
@@ -465,7 +459,7 @@ ffi::Error NormBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy, ff
   JAXNORM_RETURN_IF_ERROR(
       ParseNormBwd(x, dy, rest, results, axis, groups, center, scale_offset, operands, need, &args));
   if (args.shape.cols == 0) return ffi::Error::Success();
-  return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunBackward<T>(pool, args); });
+  return DispatchAcc(args.dtype, [&]<typename A>(A) { return RunBackward<A>(pool, args); });
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "loops.h"
+#include "convert.h"
 #include "norm_args.h"
 #include "simd.h"
 
@@ -29,29 +29,21 @@ __attribute__((noinline)) A* ThreadBuffer(BufferUse use) {
 }
 
 // The elements as a loop reads them. `again`: the buffer holds them already.
-template <typename T>
-JAXNORM_INLINE const Source<T>* Stage(const T* from, int64_t n, BufferUse use, bool again = false) {
-  if constexpr (kStaged<T>) {
-    float* buffer = ThreadBuffer<float>(use);
-    if (!again) ToAccRun(from, buffer, n);
-    return buffer;
-  } else {
-    return from;
-  }
+template <typename A>
+JAXNORM_INLINE const A* Stage(ffi::DataType dtype, const void* from, int64_t n, BufferUse use, bool again = false) {
+  if (IsAcc<A>(dtype)) return static_cast<const A*>(from);
+  A* buffer = ThreadBuffer<A>(use);
+  if (!again) Read(dtype, from, buffer, n);
+  return buffer;
 }
 
 // out[i] = f(i). May overwrite the buffer, if f(i) reads that at i alone.
-template <typename T, typename F>
-JAXNORM_INLINE void Store(T* out, int64_t n, BufferUse use, F f) {
-  if constexpr (kStaged<T>) {
-    float* buffer = ThreadBuffer<float>(use);
+template <typename A, typename F>
+JAXNORM_INLINE void Store(ffi::DataType dtype, void* out, int64_t n, BufferUse use, F f) {
+  A* to = IsAcc<A>(dtype) ? static_cast<A*>(out) : ThreadBuffer<A>(use);
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) buffer[i] = f(i);
-    FromAccRun<T>(buffer, out, n);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) out[i] = FromAcc<T>(f(i));
-  }
+  for (int64_t i = 0; i < n; ++i) to[i] = f(i);
+  if (!IsAcc<A>(dtype)) Write(dtype, to, out, n);
 }
 
 // ---- Work ----
@@ -61,16 +53,22 @@ struct Chunk {
   int64_t row, start, n;
 };
 
-template <typename T>
-JAXNORM_INLINE const T* RowOf(const Operand& operand, const Chunk& chunk) {
-  const Broadcast& view = operand.view;
-  return static_cast<const T*>(operand.data) + view.RowOffset(chunk.row) + chunk.start * view.axis_stride;
+// Where the chunk begins, in elements of the operand.
+JAXNORM_INLINE int64_t OffsetIn(const Operand& operand, const Chunk& chunk) {
+  return operand.view.RowOffset(chunk.row) + chunk.start * operand.view.axis_stride;
+}
+
+// The elements of an operand in a chunk, wherever `dtype` has them.
+template <typename A>
+JAXNORM_INLINE const A* StageChunk(ffi::DataType dtype, const Operand& operand, const Chunk& chunk, BufferUse use,
+                                   bool again = false) {
+  return Stage<A>(dtype, At<A>(dtype, operand.data, OffsetIn(operand, chunk)), chunk.n, use, again);
 }
 
 // One byte per element of the chunk; nullptr without a mask.
 JAXNORM_INLINE const uint8_t* MaskOf(const Operand& mask, const Chunk& chunk) {
   if (!mask) return nullptr;
-  const uint8_t* row = RowOf<uint8_t>(mask, chunk);
+  const uint8_t* row = static_cast<const uint8_t*>(mask.data) + OffsetIn(mask, chunk);
   if (mask.view.axis_stride == 1) return row;
   static thread_local uint8_t buffer[kLongestChunk<float>];
   std::fill_n(buffer, chunk.n, *row);
@@ -88,37 +86,31 @@ JAXNORM_INLINE A CountOf(const uint8_t* mask, int64_t n) {
 
 // Parameters of a group, for the columns of a chunk: in place if they can be read as they are, else in a buffer;
 // `absent` where there are none.
-template <typename T>
-JAXNORM_INLINE const Acc<T>* LoadParameter(const NormParameter& parameter, ffi::DataType dtype, int64_t group,
-                                           const Chunk& chunk, Acc<T> absent, Acc<T> offset, BufferUse use) {
-  using A = Acc<T>;
-  const int64_t at = group * parameter.group_stride + chunk.start;
-  const bool is_acc = dtype == ffi::F32 || dtype == ffi::F64;
-  if (parameter && is_acc && offset == 0) return static_cast<const A*>(parameter.data) + at;
-  A* buffer = ThreadBuffer<A>(use);
+template <typename A>
+JAXNORM_INLINE const A* LoadParameter(const NormParameter& parameter, ffi::DataType dtype, int64_t group,
+                                      const Chunk& chunk, A absent, A offset, BufferUse use) {
   if (!parameter) {
+    A* buffer = ThreadBuffer<A>(use);
     std::fill_n(buffer, chunk.n, absent);
     return buffer;
   }
-  if (is_acc) {
-    ToAccRun(static_cast<const A*>(parameter.data) + at, buffer, chunk.n);
-  } else {
-    ToAccRun(static_cast<const T*>(parameter.data) + at, buffer, chunk.n);
-  }
+  const void* from = At<A>(dtype, parameter.data, group * parameter.group_stride + chunk.start);
+  if (offset == 0) return Stage<A>(dtype, from, chunk.n, use);
+  A* buffer = ThreadBuffer<A>(use);
+  Read(dtype, from, buffer, chunk.n);
 #pragma omp simd
   for (int64_t i = 0; i < chunk.n; ++i) buffer[i] += offset;
   return buffer;
 }
 
-template <typename T>
-JAXNORM_INLINE const Acc<T>* LoadFactor(const NormParameter& scale, ffi::DataType dtype, int64_t group,
-                                        const Chunk& chunk, double offset) {
-  return LoadParameter<T>(scale, dtype, group, chunk, Acc<T>{1}, static_cast<Acc<T>>(offset), kFactor);
+template <typename A>
+JAXNORM_INLINE const A* LoadFactor(const NormParameter& scale, ffi::DataType dtype, int64_t group, const Chunk& chunk,
+                                   double offset) {
+  return LoadParameter<A>(scale, dtype, group, chunk, A{1}, static_cast<A>(offset), kFactor);
 }
-template <typename T>
-JAXNORM_INLINE const Acc<T>* LoadShift(const NormParameter& bias, ffi::DataType dtype, int64_t group,
-                                       const Chunk& chunk) {
-  return LoadParameter<T>(bias, dtype, group, chunk, Acc<T>{0}, Acc<T>{0}, kShift);
+template <typename A>
+JAXNORM_INLINE const A* LoadShift(const NormParameter& bias, ffi::DataType dtype, int64_t group, const Chunk& chunk) {
+  return LoadParameter<A>(bias, dtype, group, chunk, A{0}, A{0}, kShift);
 }
 
 }  // namespace jaxnorm

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "convert.h"
 #include "norm_args.h"
 #include "norm_rows.h"
 #include "short_rows.h"
@@ -15,14 +16,18 @@
 namespace jaxnorm {
 
 // Rows [row, row + n) as loops read them.
-template <typename T>
-JAXNORM_INLINE const Acc<T>* ReadRows(const Operand& operand, const NormShape& shape, int64_t row, int64_t n,
-                                      bool in_place, Acc<T>* buffer) {
+template <typename A>
+JAXNORM_INLINE const A* ReadRows(ffi::DataType dtype, const Operand& operand, const NormShape& shape, int64_t row,
+                                 int64_t n, bool in_place, A* buffer) {
   if (operand.elements == shape.size()) {
-    return ReadTile(static_cast<const T*>(operand.data) + row * shape.cols, n * shape.cols, in_place, buffer);
+    const void* from = At<A>(dtype, operand.data, row * shape.cols);
+    if (in_place) return static_cast<const A*>(from);
+    Read(dtype, from, buffer, n * shape.cols);
+    return buffer;
   }
   for (int64_t i = 0; i < n; ++i) {
-    ToAccRun(RowOf<T>(operand, {row + i, 0, shape.cols}), buffer + i * shape.cols, shape.cols);
+    const void* from = At<A>(dtype, operand.data, OffsetIn(operand, {row + i, 0, shape.cols}));
+    Read(dtype, from, buffer + i * shape.cols, shape.cols);
   }
   return buffer;
 }
@@ -84,9 +89,9 @@ JAXNORM_INLINE void NormalizeTile(int64_t rows, int64_t columns, const A* values
 }
 
 // These do a block's rows at once.
-template <typename T>
+template <typename Number>
 struct ShortForward {
-  using A = Acc<T>;
+  using A = Number;
   static constexpr bool kShort = true;
   const NormFwdArgs& args;
 
@@ -95,34 +100,34 @@ struct ShortForward {
     const int64_t columns = args.shape.cols, step = RowsOfShortTile(columns);
     ShortColumnNumbers<A> factor, shift;
     const Chunk whole{0, 0, columns};
-    std::copy_n(LoadFactor<T>(args.scale, args.parameter_dtype, group, whole, args.scale_offset), columns, factor.data);
-    std::copy_n(LoadShift<T>(args.bias, args.parameter_dtype, group, whole), columns, shift.data);
+    std::copy_n(LoadFactor<A>(args.scale, args.parameter_dtype, group, whole, args.scale_offset), columns, factor.data);
+    std::copy_n(LoadShift<A>(args.bias, args.parameter_dtype, group, whole), columns, shift.data);
     for (int64_t row = begin; row < end; row += step) {
       const int64_t n = std::min(step, end - row), size = n * columns;
-      const bool in_place = InPlace<T>((end - row) * columns - size);
-      const A* x = ReadRows<T>(args.x, args.shape, row, n, in_place && !args.residual, values.data);
+      const bool in_place = IsAcc<A>(args.dtype) && HasSlack((end - row) * columns - size);
+      const A* x = ReadRows(args.dtype, args.x, args.shape, row, n, in_place && !args.residual, values.data);
       if (args.residual) {
-        AddRun(ReadRows<T>(args.residual, args.shape, row, n, in_place, other.data), values.data, size);
+        AddRun(ReadRows(args.dtype, args.residual, args.shape, row, n, in_place, other.data), values.data, size);
         // Rounded, because backward will see it so.
-        T* sum = static_cast<T*>(args.sum) + row * columns;
-        FromAccRun<T>(values.data, sum, size);
-        ToAccRun(sum, values.data, size);
+        void* sum = At<A>(args.dtype, args.sum, row * columns);
+        Write(args.dtype, values.data, sum, size);
+        if (!IsAcc<A>(args.dtype)) Read(args.dtype, sum, values.data, size);
       }
-      T* y = static_cast<T*>(args.y) + row * columns;
-      A* out = WriteTile(y, in_place, results.data);
+      void* y = At<A>(args.dtype, args.y, row * columns);
+      A* out = in_place ? static_cast<A*>(y) : results.data;
       ShortRowNumbers<A> mean, rstd;
       NormalizeTile(n, columns, x, args.center, static_cast<A>(args.epsilon), factor.data, shift.data, mean.data,
                     rstd.data, out);
       if (args.center) std::copy_n(mean.data, n, static_cast<A*>(args.mean) + row);
       std::copy_n(rstd.data, n, static_cast<A*>(args.rstd) + row);
-      StoreTile(out, size, in_place, y);
+      if (!in_place) Write(args.dtype, out, y, size);
     }
   }
 };
 
-template <typename T>
+template <typename Number>
 struct ShortBackward {
-  using A = Acc<T>;
+  using A = Number;
   static constexpr bool kShort = true;
   const NormBwdArgs& args;
 
@@ -130,15 +135,15 @@ struct ShortBackward {
     static thread_local ShortTile<A> first, second, results;
     const int64_t columns = args.shape.cols, step = RowsOfShortTile(columns);
     ShortColumnNumbers<A> factor, dscale, dbias;
-    std::copy_n(LoadFactor<T>(args.scale, args.parameter_dtype, group, {0, 0, columns}, args.scale_offset), columns,
+    std::copy_n(LoadFactor<A>(args.scale, args.parameter_dtype, group, {0, 0, columns}, args.scale_offset), columns,
                 factor.data);
     for (int64_t row = begin; row < end; row += step) {
       const int64_t n = std::min(step, end - row), size = n * columns;
-      const bool in_place = InPlace<T>((end - row) * columns - size);
+      const bool in_place = IsAcc<A>(args.dtype) && HasSlack((end - row) * columns - size);
       // What a row writes beyond its end would be in the place of dy that the next one has yet to read.
       const bool write_in_place = in_place && args.dx != args.dy.data;
-      const A* x = ReadRows<T>(args.x, args.shape, row, n, in_place, first.data);
-      const A* dy = ReadRows<T>(args.dy, args.shape, row, n, in_place, second.data);
+      const A* x = ReadRows(args.dtype, args.x, args.shape, row, n, in_place, first.data);
+      const A* dy = ReadRows(args.dtype, args.dy, args.shape, row, n, in_place, second.data);
       ShortRowNumbers<A> mean, rstd;
       LoadNumbers(args.rstd, args.shape.rows(), row, n, rstd.data);
       if (args.center) {
@@ -153,12 +158,12 @@ struct ShortBackward {
         });
       }
       if (args.dx != nullptr) {
-        T* dx = static_cast<T*>(args.dx) + row * columns;
-        A* out = WriteTile(dx, write_in_place, results.data);
+        void* dx = At<A>(args.dtype, args.dx, row * columns);
+        A* out = write_in_place ? static_cast<A*>(dx) : results.data;
         DispatchVector(columns,
                        [&](auto vector) JAXNORM_INLINE_LAMBDA { tile.template WriteDx<vector>(args.center, out); });
-        if (args.dsum) AddRun(ReadRows<T>(args.dsum, args.shape, row, n, in_place, first.data), out, size);
-        StoreTile(out, size, write_in_place, dx);
+        if (args.dsum) AddRun(ReadRows(args.dtype, args.dsum, args.shape, row, n, in_place, first.data), out, size);
+        if (!write_in_place) Write(args.dtype, out, dx, size);
       }
     }
     if (sums == nullptr) return;

@@ -53,9 +53,10 @@ JAXNORM_INLINE void LoadNumbers(const Operand& operand, int64_t rows, int64_t ro
 inline int64_t RowsOfShortTile(int64_t columns) { return std::min(kShortTileRows, kShortTileElements / columns); }
 
 // Loops over a tile reach beyond it. Whether that stays within the piece of work, so that they can work in place.
+JAXNORM_INLINE bool HasSlack(int64_t elements_behind) { return elements_behind >= kWidestVector; }
 template <typename T>
 JAXNORM_INLINE bool InPlace(int64_t elements_behind) {
-  return std::is_same_v<T, Acc<T>> && elements_behind >= kWidestVector;
+  return std::is_same_v<T, Acc<T>> && HasSlack(elements_behind);
 }
 
 // The n elements of a tile as loops read them: in place, or in the buffer.

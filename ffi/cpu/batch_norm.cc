@@ -16,6 +16,7 @@
 
 #include "batch_norm_args.h"
 #include "bits.h"
+#include "convert.h"
 #include "loops.h"
 #include "parallel.h"
 #include "short_rows.h"
@@ -146,50 +147,70 @@ JAXNORM_INLINE void LoadFlags(const uint8_t* bits, int64_t last, int64_t begin, 
   }
 }
 
-// The elements as a loop reads them, in `buffer` if not in place.
-template <typename T>
-JAXNORM_INLINE const Source<T>* Stage(const T* from, int64_t n, Source<T>* buffer) {
-  if constexpr (kStaged<T>) {
-    ToAccRun(from, buffer, n);
-    return buffer;
-  } else {
-    return from;
-  }
+// Where element i of a group is, in an array of x's dtype.
+template <typename E>
+JAXNORM_INLINE void* ElementAt(const BatchNormArgs& args, const BatchNormBuffer& array, int64_t group, int64_t i) {
+  return At<E>(args.dtype, array.data, array.groups.RowOffset(group) + i);
 }
-// Elements of a buffer that is used only where elements are staged.
-template <typename T>
+
+// The elements as a loop reads them, in `buffer` if not in place.
+template <typename E>
+JAXNORM_INLINE const E* Stage(ffi::DataType dtype, const void* from, int64_t n, E* buffer) {
+  if (IsNative<E>(dtype)) return static_cast<const E*>(from);
+  Read(dtype, from, buffer, n);
+  return buffer;
+}
+// Elements of a buffer that is used only where elements are staged, to float.
+template <typename E>
 inline constexpr int64_t kStageSize(int64_t n) {
-  return kStaged<T> ? n : 1;
+  return std::is_same_v<E, float> ? n : 1;
 }
 
 // to[i] = from[i] where the flag is set, else 0. Done by itself: loops over short segments would leave much of it to their
 // ends, where each flag is a branch.
-template <typename T>
-JAXNORM_INLINE void Select(const T* from, const uint8_t* flags, int64_t n, T* to) {
-  using Bits = BitsOf<T>;
-  const Bits* from_bits = reinterpret_cast<const Bits*>(from);
-  Bits* to_bits = reinterpret_cast<Bits*>(to);
+template <typename Bits>
+JAXNORM_INLINE void SelectBits(const void* from, const uint8_t* flags, int64_t n, void* to) {
+  const Bits* from_bits = static_cast<const Bits*>(from);
+  Bits* to_bits = static_cast<Bits*>(to);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const Bits value = from_bits[i];
     to_bits[i] = flags[i] != 0 ? value : Bits{0};
   }
 }
+template <typename E>
+JAXNORM_INLINE void Select(ffi::DataType dtype, const void* from, const uint8_t* flags, int64_t n, void* to) {
+  if (IsNative<E>(dtype)) {
+    SelectBits<BitsOf<E>>(from, flags, n, to);
+  } else {
+    SelectBits<uint16_t>(from, flags, n, to);
+  }
+}
 
-// ---- g: dy where the bit is set ----
+// Calls body(true_type) or body(false_type).
+template <typename Body>
+JAXNORM_INLINE void Choose(bool value, const Body& body) {
+  if (value) {
+    body(std::true_type());
+  } else {
+    body(std::false_type());
+  }
+}
+
+// ---- g: dy where the bit is set, if there are bits ----
 
 // Elements [begin, begin + n) of a group as a loop reads them, n at most kMost; the buffers are for what is not in place.
-template <typename T, bool kBits, int64_t kMost>
-JAXNORM_INLINE const Source<T>* LoadCotangent(const BatchNormArgs& args, int64_t group, int64_t begin, int64_t n,
-                                              T* selected, Source<T>* staged) {
-  const T* dy = args.dy.Group<T>(group) + begin;
-  if constexpr (kBits) {
+template <int64_t kMost, typename E>
+JAXNORM_INLINE const E* LoadCotangent(const BatchNormArgs& args, int64_t group, int64_t begin, int64_t n, E* selected,
+                                      E* staged) {
+  const void* dy = ElementAt<E>(args, args.dy, group, begin);
+  if (args.bits) {
     alignas(64) uint8_t flags[kMost + 2 * kFlagMargin];
     LoadFlags(args.bits.Group<uint8_t>(group), args.shape.last, begin, n, flags + kFlagMargin);
-    Select(dy, flags + kFlagMargin, n, selected);
+    Select<E>(args.dtype, dy, flags + kFlagMargin, n, selected);
     dy = selected;
   }
-  return Stage(dy, n, staged);
+  return Stage(args.dtype, dy, n, staged);
 }
 
 // ---- Statistics: mean, sum of squared deviations, count ----
@@ -226,12 +247,12 @@ JAXNORM_INLINE void Correct(A& mean, A& squares, A deviations, A count) {
 // One number per slot: its first value that counts, if that is far from 0 beside the distances between the first few, else
 // 0. Means are kept as distances from it, so that those of tiles, pieces and all of them have the precision of the
 // deviations, however far from 0 the values are.
-template <typename T, typename A = Acc<T>>
+template <typename A>
 void FindShifts(const BatchNormArgs& args, const View& view, int64_t group, A* shifts) {
   constexpr int64_t kMostRows = 64, kSamples = 8;
   constexpr A kFar = 8;
   const BatchNormShape& shape = args.shape;
-  const T* x = args.x.Group<T>(group);
+  const void* x = ElementAt<A>(args, args.x, group, 0);
   const int64_t step = std::min(shape.inner, kRun), run = view.columns ? view.inner : 1;
   const std::unique_ptr<uint8_t[]> keep(new uint8_t[std::max<int64_t>(1, step)]);
   std::fill_n(keep.get(), step, 1);
@@ -243,7 +264,7 @@ void FindShifts(const BatchNormArgs& args, const View& view, int64_t group, A* s
       if (args.mask) LoadMask(args, group, begin, step, keep.get());
       for (int64_t i = 0; i < step && found < kSamples; ++i) {
         if (keep[i] == 0) continue;
-        const A value = ToAcc(x[begin + i]);
+        const A value = ValueAt<A>(args.dtype, x, begin + i);
         if (found++ == 0) first = value;
         spread = std::max(spread, std::abs(value - first));
       }
@@ -256,37 +277,37 @@ void FindShifts(const BatchNormArgs& args, const View& view, int64_t group, A* s
 }
 
 // Of values less their slot's shift.
-template <typename T>
+template <typename Number>
 struct Stats {
-  using A = Acc<T>;
+  using A = Number;
   const BatchNormArgs& args;
   const A* shifts;  // those of all groups
 
   // Rows [row, row + rows) of columns [first, last), merged into the results, which hold `before` rows already.
-  JAXNORM_INLINE void Tile(const T* x, const View& view, const A* shift, int64_t row, int64_t rows, int64_t first,
+  JAXNORM_INLINE void Tile(const void* x, const View& view, const A* shift, int64_t row, int64_t rows, int64_t first,
                            int64_t last, A before, const Partials<A>& out) const {
     alignas(64) A mean[kColumns], deviations[kColumns], squares[kColumns];
-    alignas(64) Source<T> buffer[kStageSize<T>(kTileElements)];
+    alignas(64) A buffer[kStageSize<A>(kTileElements)];
     const int64_t n = last - first;
-    const Source<T>* values = nullptr;
+    const A* values = static_cast<const A*>(x) + row * view.width + first;
     int64_t stride = view.width;
-    if constexpr (kStaged<T>) {
-      for (int64_t r = 0; r < rows; ++r) ToAccRun(x + (row + r) * view.width + first, buffer + r * n, n);
+    if (!IsNative<A>(args.dtype)) {
+      for (int64_t r = 0; r < rows; ++r) {
+        Read(args.dtype, At<A>(args.dtype, x, (row + r) * view.width + first), buffer + r * n, n);
+      }
       values = buffer;
       stride = n;
-    } else {
-      values = x + row * view.width + first;
     }
     std::fill_n(mean, n, A{0});
     std::fill_n(deviations, n, A{0});
     std::fill_n(squares, n, A{0});
     // Four rows at a time, so that sums are loaded and stored less often than values.
     ForRows(rows, [&](int64_t r, auto together) JAXNORM_INLINE_LAMBDA {
-      const Source<T>* from = values + r * stride;
+      const A* from = values + r * stride;
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
         A sum{0};
-        for (int64_t k = 0; k < together; ++k) sum += ToAcc(from[k * stride + i]) - shift[i];
+        for (int64_t k = 0; k < together; ++k) sum += from[k * stride + i] - shift[i];
         mean[i] += sum;
       }
     });
@@ -294,12 +315,12 @@ struct Stats {
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) mean[i] *= inverse;
     ForRows(rows, [&](int64_t r, auto together) JAXNORM_INLINE_LAMBDA {
-      const Source<T>* from = values + r * stride;
+      const A* from = values + r * stride;
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
         A sum{0}, of_squares{0};
         for (int64_t k = 0; k < together; ++k) {
-          const A deviation = (ToAcc(from[k * stride + i]) - shift[i]) - mean[i];
+          const A deviation = (from[k * stride + i] - shift[i]) - mean[i];
           sum += deviation;
           of_squares += deviation * deviation;
         }
@@ -329,10 +350,10 @@ struct Stats {
   }
 
   // The same where a mask says which elements count.
-  JAXNORM_INLINE void MaskedTile(const T* x, const View& view, const A* shift, int64_t group, int64_t row, int64_t rows,
-                                 int64_t first, int64_t last, const Partials<A>& out) const {
+  JAXNORM_INLINE void MaskedTile(const void* x, const View& view, const A* shift, int64_t group, int64_t row,
+                                 int64_t rows, int64_t first, int64_t last, const Partials<A>& out) const {
     alignas(64) A count[kColumns], mean[kColumns], deviations[kColumns], squares[kColumns];
-    alignas(64) Source<T> buffer[kStageSize<T>(kColumns)];
+    alignas(64) A buffer[kStageSize<A>(kColumns)];
     alignas(64) uint8_t keep[kTileElements];
     const int64_t n = last - first;
     std::fill_n(count, n, A{0});
@@ -343,10 +364,10 @@ struct Stats {
       const int64_t begin = (row + r) * view.width + first;
       uint8_t* kept = keep + r * n;
       LoadMask(args, group, begin, n, kept);
-      const Source<T>* from = Stage(x + begin, n, buffer);
+      const A* from = Stage(args.dtype, At<A>(args.dtype, x, begin), n, buffer);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        mean[i] += kept[i] != 0 ? ToAcc(from[i]) - shift[i] : A{0};
+        mean[i] += kept[i] != 0 ? from[i] - shift[i] : A{0};
         count[i] += kept[i] != 0 ? A{1} : A{0};
       }
     }
@@ -354,10 +375,10 @@ struct Stats {
     for (int64_t i = 0; i < n; ++i) mean[i] = count[i] > 0 ? mean[i] / count[i] : A{0};
     for (int64_t r = 0; r < rows; ++r) {
       const uint8_t* kept = keep + r * n;
-      const Source<T>* from = Stage(x + (row + r) * view.width + first, n, buffer);
+      const A* from = Stage(args.dtype, At<A>(args.dtype, x, (row + r) * view.width + first), n, buffer);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        const A deviation = kept[i] != 0 ? (ToAcc(from[i]) - shift[i]) - mean[i] : A{0};
+        const A deviation = kept[i] != 0 ? (from[i] - shift[i]) - mean[i] : A{0};
         deviations[i] += deviation;
         squares[i] += deviation * deviation;
       }
@@ -369,7 +390,7 @@ struct Stats {
     }
   }
 
-  JAXNORM_INLINE void Columns(const T* x, const View& view, const Unit& unit, const Partials<A>& out) const {
+  JAXNORM_INLINE void Columns(const void* x, const View& view, const Unit& unit, const Partials<A>& out) const {
     const A* shift = shifts + unit.group * view.width + unit.first;
     const int64_t first = unit.first, last = unit.last, whole = std::min(unit.end, view.size / view.width);
     const int64_t tile = std::clamp(kTileElements / (last - first), kLeastTileRows, kMostTileRows);
@@ -381,21 +402,23 @@ struct Stats {
         for (int64_t i = first; i < stop; ++i) out.count[i] += static_cast<A>(rows);
       }
     };
-    for (int64_t row = unit.begin; row < whole; row += tile) reduce(row, std::min(tile, whole - row), last);
-    const int64_t rest = std::min(last, view.size % view.width);
-    if (unit.end > whole && rest > first) reduce(whole, 1, rest);
+    // The last row, if it is shorter, is a tile of its own.
+    for (int64_t row = unit.begin, rows; row < unit.end; row += rows) {
+      rows = row < whole ? std::min(tile, whole - row) : 1;
+      const int64_t stop = row < whole ? last : std::min(last, view.size % view.width);
+      if (stop > first) reduce(row, rows, stop);
+    }
   }
 
-  JAXNORM_INLINE void Run(const T* x, A shift, int64_t group, int64_t begin, int64_t n, int64_t channel,
+  JAXNORM_INLINE void Run(const void* x, A shift, int64_t group, int64_t begin, int64_t n, int64_t channel,
                           const Partials<A>& out) const {
-    alignas(64) Source<T> buffer[kStageSize<T>(kRun)];
-    const Source<T>* values = Stage(x + begin, n, buffer);
+    alignas(64) A buffer[kStageSize<A>(kRun)];
+    const A* values = Stage(args.dtype, At<A>(args.dtype, x, begin), n, buffer);
     A count = static_cast<A>(n), mean, squares;
     if (!args.mask) {
-      mean = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{ToAcc(values[i]) - shift, A{0}}; }).first /
-             count;
+      mean = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return Two<A>{values[i] - shift, A{0}}; }).first / count;
       const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        const A deviation = (ToAcc(values[i]) - shift) - mean;
+        const A deviation = (values[i] - shift) - mean;
         return Two<A>{deviation, deviation * deviation};
       });
       squares = sums.second;
@@ -405,12 +428,12 @@ struct Stats {
       LoadMask(args, group, begin, n, keep);
       const uint8_t* kept = keep;
       const Two<A> totals = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        return Two<A>{kept[i] != 0 ? ToAcc(values[i]) - shift : A{0}, kept[i] != 0 ? A{1} : A{0}};
+        return Two<A>{kept[i] != 0 ? values[i] - shift : A{0}, kept[i] != 0 ? A{1} : A{0}};
       });
       count = totals.second;
       mean = count > 0 ? totals.first / count : A{0};
       const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-        const A deviation = kept[i] != 0 ? (ToAcc(values[i]) - shift) - mean : A{0};
+        const A deviation = kept[i] != 0 ? (values[i] - shift) - mean : A{0};
         return Two<A>{deviation, deviation * deviation};
       });
       squares = sums.second;
@@ -420,7 +443,7 @@ struct Stats {
   }
 
   JAXNORM_INLINE void operator()(const View& view, const Unit& unit, const Partials<A>& out) const {
-    const T* x = args.x.Group<T>(unit.group);
+    const void* x = ElementAt<A>(args, args.x, unit.group, 0);
     if (view.columns) {
       Columns(x, view, unit, out);
       return;
@@ -465,31 +488,37 @@ struct Stats {
 
 // ---- Sums of g and of g * (x - mean), whose product with rstd is dscale ----
 
-template <typename T, bool kBits, bool kScale>
+template <typename E>
 struct Sums {
-  using A = Acc<T>;
+  using A = Acc<E>;
   const BatchNormArgs& args;
   const double epsilon;
+
+  // What g is multiplied with, less `mean`. Without dscale, which is rare, it is g itself: nobody asks for the products.
+  JAXNORM_INLINE const E* LoadFactors(int64_t group, int64_t begin, int64_t n, const E* g, E* buffer) const {
+    return args.dscale ? Stage(args.dtype, ElementAt<E>(args, args.x, group, begin), n, buffer) : g;
+  }
+  JAXNORM_INLINE A MeanOf(int64_t group, int64_t channel) const {
+    return args.dscale ? args.mean.Group<A>(group)[channel] : A{0};
+  }
 
   // Rows of columns; `mean` has one for each of the columns.
   JAXNORM_INLINE void Rows(int64_t group, const A* mean, const View& view, int64_t row, int64_t rows, int64_t first,
                            int64_t last, const Partials<A>& out) const {
     alignas(64) A dbias[kColumns], dscale[kColumns];
-    alignas(64) Source<T> x_buffer[kStageSize<T>(kColumns)], dy_buffer[kStageSize<T>(kColumns)];
-    alignas(64) T selected[kBits ? kColumns : 1];
+    alignas(64) E x_buffer[kStageSize<E>(kColumns)], dy_buffer[kStageSize<E>(kColumns)], selected[kColumns];
     const int64_t n = last - first;
     std::fill_n(dbias, n, A{0});
     std::fill_n(dscale, n, A{0});
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t begin = (row + r) * view.width + first;
-      const Source<T>* dy = LoadCotangent<T, kBits, kColumns>(args, group, begin, n, selected, dy_buffer);
-      const Source<T>* x = nullptr;
-      if constexpr (kScale) x = Stage(args.x.Group<T>(group) + begin, n, x_buffer);
+      const E* dy = LoadCotangent<kColumns>(args, group, begin, n, selected, dy_buffer);
+      const E* x = LoadFactors(group, begin, n, dy, x_buffer);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
         const A g = ToAcc(dy[i]);
         dbias[i] += g;
-        if constexpr (kScale) dscale[i] += g * (ToAcc(x[i]) - mean[i]);
+        dscale[i] += g * (ToAcc(x[i]) - mean[i]);
       }
     }
 #pragma omp simd
@@ -501,36 +530,33 @@ struct Sums {
 
   JAXNORM_INLINE void Columns(const View& view, const Unit& unit, const Partials<A>& out) const {
     alignas(64) A mean[kColumns];
-    if constexpr (kScale) {
-      const A* of_channel = args.mean.Group<A>(unit.group);
-      for (int64_t i = unit.first; i < unit.last; ++i) mean[i - unit.first] = of_channel[view.channel(i)];
-    }
+    for (int64_t i = unit.first; i < unit.last; ++i) mean[i - unit.first] = MeanOf(unit.group, view.channel(i));
     const int64_t whole = std::min(unit.end, view.size / view.width);
-    for (int64_t row = unit.begin; row < whole; row += kMostTileRows) {
-      Rows(unit.group, mean, view, row, std::min(kMostTileRows, whole - row), unit.first, unit.last, out);
+    // The last row, if it is shorter, is a tile of its own.
+    for (int64_t row = unit.begin, rows; row < unit.end; row += rows) {
+      rows = row < whole ? std::min(kMostTileRows, whole - row) : 1;
+      const int64_t last = row < whole ? unit.last : std::min(unit.last, view.size % view.width);
+      if (last > unit.first) Rows(unit.group, mean, view, row, rows, unit.first, last, out);
     }
-    const int64_t rest = std::min(unit.last, view.size % view.width);
-    if (unit.end > whole && rest > unit.first) Rows(unit.group, mean, view, whole, 1, unit.first, rest, out);
   }
 
   // Runs of `n` elements of adjoining channels, kRun elements together at most.
   JAXNORM_INLINE void Runs(int64_t group, int64_t group_size, int64_t begin, int64_t n, int64_t first, int64_t last,
                            const Partials<A>& out) const {
-    alignas(64) Source<T> x_buffer[kStageSize<T>(kRun + kWidestVector)], dy_buffer[kStageSize<T>(kRun + kWidestVector)];
-    alignas(64) T selected[kBits ? kRun + kWidestVector : 1];
+    alignas(64) E x_buffer[kStageSize<E>(kRun + kWidestVector)], dy_buffer[kStageSize<E>(kRun + kWidestVector)];
+    alignas(64) E selected[kRun + kWidestVector];
     const int64_t size = (last - first) * n;
-    const Source<T>* all_dy = LoadCotangent<T, kBits, kRun>(args, group, begin, size, selected, dy_buffer);
-    const Source<T>* all_x = nullptr;
-    if constexpr (kScale) all_x = Stage(args.x.Group<T>(group) + begin, size, x_buffer);
+    const E* all_dy = LoadCotangent<kRun>(args, group, begin, size, selected, dy_buffer);
+    const E* all_x = LoadFactors(group, begin, size, all_dy, x_buffer);
     if (n <= kShortRow && begin + size + kWidestVector <= group_size) {  // as short_rows.h has them
-      A dbias[kRun / kShortRun], dscale[kRun / kShortRun];
-      const A* means = kScale ? args.mean.Group<A>(group) + first : nullptr;
+      A dbias[kRun / kShortRun], dscale[kRun / kShortRun], means[kRun / kShortRun];
+      for (int64_t r = 0; r < last - first; ++r) means[r] = MeanOf(group, first + r);
+      const A* mean = means;
       SumRows<kWidestVector>(
           last - first, n,
           [=](int64_t r, int64_t i) JAXNORM_INLINE_LAMBDA {
             const A g = ToAcc(all_dy[r * n + i]);
-            if constexpr (kScale) return Two<A>{g, g * (ToAcc(all_x[r * n + i]) - means[r])};
-            return Two<A>{g, A{0}};
+            return Two<A>{g, g * (ToAcc(all_x[r * n + i]) - mean[r])};
           },
           dbias, dscale);
 #pragma omp simd
@@ -541,14 +567,12 @@ struct Sums {
       return;
     }
     for (int64_t channel = first; channel < last; ++channel) {
-      const int64_t at = (channel - first) * n;
-      const Source<T>* dy = all_dy + at;
-      const Source<T>* x = kScale ? all_x + at : nullptr;
-      const A mean = kScale ? args.mean.Group<A>(group)[channel] : A{0};
+      const E* dy = all_dy + (channel - first) * n;
+      const E* x = all_x + (channel - first) * n;
+      const A mean = MeanOf(group, channel);
       const Two<A> sums = Sum<A>(n, [=](int64_t i) JAXNORM_INLINE_LAMBDA {
         const A g = ToAcc(dy[i]);
-        if constexpr (kScale) return Two<A>{g, g * (ToAcc(x[i]) - mean)};
-        return Two<A>{g, A{0}};
+        return Two<A>{g, g * (ToAcc(x[i]) - mean)};
       });
       out.first[channel] += sums.first;
       out.second[channel] += sums.second;
@@ -585,7 +609,7 @@ struct Sums {
 
   void Store(const View&, int64_t group, int64_t channel, A dbias, A dscale, A) const {
     if (args.dbias) args.dbias.Group<A>(group)[channel] = dbias;
-    if constexpr (kScale) {
+    if (args.dscale) {
       // Of an empty batch, whose variance is NaN, the sum is 0.
       const A var = args.shape.reduced() > 0 ? args.var.Group<A>(group)[channel] : A{1};
       args.dscale.Group<A>(group)[channel] = dscale / std::sqrt(var + static_cast<A>(epsilon));
@@ -742,129 +766,145 @@ JAXNORM_INLINE void ForSegments(const View& view, int64_t begin, int64_t n, cons
   }
 }
 
-// What forward does with the sign of its result.
-enum Activation { kIdentity, kRelu, kReluWithBits };
-
 enum ForwardNumber { kMeanOf, kFactorOf, kShiftOf, kForwardNumbers };
 
-template <typename T, bool kColumnwise, Activation kActivation>
+template <typename Number>
 struct Forward {
-  using A = Acc<T>;
+  using A = Number;
   const BatchNormArgs& args;
   const Table<A, kForwardNumbers>& table;
+  const bool relu;
 
   JAXNORM_INLINE void operator()(int64_t group, const Block& block) const {
-    alignas(64) Source<T> x_buffer[kStageSize<T>(kBlockElements)], z_buffer[kStageSize<T>(kBlockElements)];
+    alignas(64) A x_buffer[kStageSize<A>(kBlockElements)], z_buffer[kStageSize<A>(kBlockElements)];
     const int64_t n = block.size();
-    const Source<T>* x = Stage(args.x.Group<T>(group) + block.begin, n, x_buffer);
-    if (args.residual) {
-      const Source<T>* z = Stage(args.residual.Group<T>(group) + block.begin, n, z_buffer);
-      Write(group, block, x, x_buffer, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return ToAcc(z[i]); });
-    } else {
-      Write(group, block, x, x_buffer, [](int64_t) JAXNORM_INLINE_LAMBDA { return A{0}; });
-    }
+    const A* x = Stage(args.dtype, ElementAt<A>(args, args.x, group, block.begin), n, x_buffer);
+    void* y = ElementAt<A>(args, args.y, group, block.begin);
+    A* out = IsNative<A>(args.dtype) ? static_cast<A*>(y) : x_buffer;
+    const A* z = nullptr;
+    if (args.residual) z = Stage(args.dtype, ElementAt<A>(args, args.residual, group, block.begin), n, z_buffer);
+    Choose(table.view.columns, [&](auto columnwise) JAXNORM_INLINE_LAMBDA {
+      if (z != nullptr) {
+        Compute<columnwise>(block, x, [=](int64_t i) JAXNORM_INLINE_LAMBDA { return z[i]; }, out);
+      } else {
+        Compute<columnwise>(block, x, [](int64_t) JAXNORM_INLINE_LAMBDA { return A{0}; }, out);
+      }
+    });
+    if (!IsNative<A>(args.dtype)) Write(args.dtype, out, y, n);
+    if (args.bits) StoreBits(y, block, args.bits.Group<uint8_t>(group) + block.bits);
   }
 
  private:
-  template <typename Addend>
-  JAXNORM_INLINE void Write(int64_t group, const Block& block, const Source<T>* x, [[maybe_unused]] Source<T>* buffer,
-                            const Addend& addend) const {
-    using Bits = BitsOf<T>;
-    alignas(64) uint8_t flags[kActivation == kReluWithBits ? kBlockElements + 8 : 8];
-    const int64_t n = block.size(), width = table.view.width;
-    T* y = args.y.Group<T>(group) + block.begin;
-    ForSegments<kColumnwise>(
-        table.view, block.begin, n, [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
-          const A* numbers = table.data.get() + slot;
-          const Numbers<A, kColumnwise> mean(numbers + kMeanOf * width), factor(numbers + kFactorOf * width),
-              shift(numbers + kShiftOf * width);
-          const Source<T>* from = x + at;
-          const auto value = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-            const A v = (ToAcc(from[i]) - mean(i)) * factor(i) + shift(i) + addend(at + i);
-            return kActivation != kIdentity && v <= 0 ? A{0} : v;  // NaN stays
-          };
-          if constexpr (kStaged<T>) {
-            Source<T>* to = buffer + at;
+  template <bool kColumnwise, typename Addend>
+  JAXNORM_INLINE void Compute(const Block& block, const A* x, const Addend& addend, A* out) const {
+    const int64_t width = table.view.width;
+    const A least = relu ? A{0} : -kInfinity<A>;
+    ForSegments<kColumnwise>(table.view, block.begin, block.size(),
+                             [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
+                               const A* numbers = table.data.get() + slot;
+                               const Numbers<A, kColumnwise> mean(numbers + kMeanOf * width),
+                                   factor(numbers + kFactorOf * width), shift(numbers + kShiftOf * width);
+                               const A* from = x + at;
+                               A* to = out + at;
 #pragma omp simd
-            for (int64_t i = 0; i < count; ++i) to[i] = value(i);
-          } else {
-            Bits* to = reinterpret_cast<Bits*>(y) + at;  // GCC vectorises stores of integers, not of structs
-#pragma omp simd
-            for (int64_t i = 0; i < count; ++i) to[i] = std::bit_cast<Bits>(FromAcc<T>(value(i)));
-          }
-        });
-    if constexpr (kStaged<T>) FromAccRun<T>(buffer, y, n);
-    if constexpr (kActivation == kReluWithBits) {  // of all segments, for the reason that Select has
-      const Bits* rounded = reinterpret_cast<const Bits*>(y);
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) flags[i] = IsPositive<T>(rounded[i]);
-      PackMask(flags, block.runs, block.cols, args.bits.Group<uint8_t>(group) + block.bits);
+                               for (int64_t i = 0; i < count; ++i) {
+                                 const A v = (from[i] - mean(i)) * factor(i) + shift(i) + addend(at + i);
+                                 to[i] = v <= least ? least : v;  // NaN stays
+                               }
+                             });
+  }
+
+  // Of all segments, for the reason that Select has.
+  JAXNORM_INLINE void StoreBits(const void* y, const Block& block, uint8_t* bits) const {
+    alignas(64) uint8_t flags[kBlockElements + 8];
+    if (IsNative<A>(args.dtype)) {
+      FlagPositive<A>(y, block.size(), flags);
+    } else if (args.dtype == ffi::F16) {
+      FlagPositive<F16>(y, block.size(), flags);
+    } else {
+      FlagPositive<BF16>(y, block.size(), flags);
     }
+    PackMask(flags, block.runs, block.cols, bits);
+  }
+  template <typename T>
+  JAXNORM_INLINE static void FlagPositive(const void* y, int64_t n, uint8_t* flags) {
+    const auto* rounded = static_cast<const BitsOf<T>*>(y);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) flags[i] = IsPositive<T>(rounded[i]);
   }
 };
 
 // dx = g * factor + keep * (offset + (x - mean) * slope).
 enum BackwardNumber { kCentre, kScaleOf, kOffset, kSlope, kBackwardNumbers };
 
-template <typename T, bool kColumnwise, bool kBits, bool kReduced>
+template <typename E>
 struct Backward {
-  using A = Acc<T>;
+  using A = Acc<E>;
   const BatchNormArgs& args;
   const Table<A, kBackwardNumbers>& table;
+  const bool reduced;  // else offset and slope are 0, and there is no x
 
   JAXNORM_INLINE void operator()(int64_t group, const Block& block) const {
-    alignas(64) T selected[kBits ? kBlockElements : 1];
+    alignas(64) E selected[kBlockElements];
     const int64_t n = block.size();
-    const T* g = args.dy.Group<T>(group) + block.begin;
-    T* dresidual = args.dresidual ? args.dresidual.Group<T>(group) + block.begin : nullptr;
-    if constexpr (kBits) {
+    const void* g_data = ElementAt<E>(args, args.dy, group, block.begin);
+    void* dresidual = args.dresidual ? ElementAt<E>(args, args.dresidual, group, block.begin) : nullptr;
+    if (args.bits) {
       alignas(64) uint8_t flags[kBlockElements + 8];
       UnpackMask(args.bits.Group<uint8_t>(group) + block.bits, block.runs, block.cols, flags);
-      T* to = dresidual != nullptr ? dresidual : selected;
-      Select(g, flags, n, to);
-      g = to;
+      void* to = dresidual != nullptr ? dresidual : selected;
+      Select<E>(args.dtype, g_data, flags, n, to);
+      g_data = to;
     } else if (dresidual != nullptr) {
-      std::memcpy(dresidual, g, n * sizeof(T));
+      std::memcpy(dresidual, g_data, n * args.dresidual.item_bytes);
     }
     if (!args.dx) return;
-    if (kReduced && args.mask) {
-      alignas(64) uint8_t keep[kBlockElements];
-      LoadMask(args, group, block.begin, n, keep);
-      const uint8_t* kept = keep;
-      Write(group, block, g, [=](int64_t i, A v) JAXNORM_INLINE_LAMBDA { return kept[i] != 0 ? v : A{0}; });
-    } else {
-      Write(group, block, g, [](int64_t, A v) JAXNORM_INLINE_LAMBDA { return v; });
-    }
+    alignas(64) E x_buffer[kStageSize<E>(kBlockElements)], g_buffer[kStageSize<E>(kBlockElements)];
+    alignas(64) uint8_t keep[kBlockElements];
+    const E* g = Stage(args.dtype, g_data, n, g_buffer);
+    const E* x = nullptr;
+    if (reduced) x = Stage(args.dtype, ElementAt<E>(args, args.x, group, block.begin), n, x_buffer);
+    if (reduced && args.mask) LoadMask(args, group, block.begin, n, keep);
+    const uint8_t* kept = keep;
+    void* dx = ElementAt<E>(args, args.dx, group, block.begin);
+    E* out = IsNative<E>(args.dtype) ? static_cast<E*>(dx) : g_buffer;
+    Choose(table.view.columns, [&](auto columnwise) JAXNORM_INLINE_LAMBDA {
+      if (!reduced) {
+        Compute<columnwise>(
+            block, [=](int64_t i, A, A scale, A, A) JAXNORM_INLINE_LAMBDA { return ToAcc(g[i]) * scale; }, out);
+      } else if (!args.mask) {
+        Compute<columnwise>(
+            block,
+            [=](int64_t i, A centre, A scale, A offset, A slope)
+                JAXNORM_INLINE_LAMBDA { return ToAcc(g[i]) * scale + (offset + (ToAcc(x[i]) - centre) * slope); },
+            out);
+      } else {
+        Compute<columnwise>(
+            block,
+            [=](int64_t i, A centre, A scale, A offset, A slope) JAXNORM_INLINE_LAMBDA {
+              const A drift = offset + (ToAcc(x[i]) - centre) * slope;
+              return ToAcc(g[i]) * scale + (kept[i] != 0 ? drift : A{0});
+            },
+            out);
+      }
+    });
+    if (!IsNative<E>(args.dtype)) Write(args.dtype, out, dx, n);
   }
 
  private:
-  template <typename Keep>
-  JAXNORM_INLINE void Write(int64_t group, const Block& block, const T* g_data, const Keep& keep) const {
-    alignas(64) Source<T> x_buffer[kStageSize<T>(kBlockElements)], g_buffer[kStageSize<T>(kBlockElements)];
-    const int64_t n = block.size(), width = table.view.width;
-    const Source<T>* g = Stage(g_data, n, g_buffer);
-    const Source<T>* x = nullptr;
-    if constexpr (kReduced) x = Stage(args.x.Group<T>(group) + block.begin, n, x_buffer);
-    T* dx = args.dx.Group<T>(group) + block.begin;
+  // out[i] = f(i, numbers of its column or channel).
+  template <bool kColumnwise, typename F>
+  JAXNORM_INLINE void Compute(const Block& block, const F& f, E* out) const {
+    const int64_t width = table.view.width;
     ForSegments<kColumnwise>(
-        table.view, block.begin, n, [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
+        table.view, block.begin, block.size(), [&](int64_t at, int64_t count, int64_t slot) JAXNORM_INLINE_LAMBDA {
           const A* numbers = table.data.get() + slot;
-          const Numbers<A, kColumnwise> mean(numbers + kCentre * width), factor(numbers + kScaleOf * width),
+          const Numbers<A, kColumnwise> centre(numbers + kCentre * width), scale(numbers + kScaleOf * width),
               offset(numbers + kOffset * width), slope(numbers + kSlope * width);
-          const auto value = [=](int64_t i) JAXNORM_INLINE_LAMBDA {
-            const A own = ToAcc(g[at + i]) * factor(i);
-            if constexpr (!kReduced) return own;
-            return own + keep(at + i, offset(i) + (ToAcc(x[at + i]) - mean(i)) * slope(i));
-          };
-          if constexpr (kStaged<T>) {
+          E* to = out + at;
 #pragma omp simd
-            for (int64_t i = 0; i < count; ++i) g_buffer[at + i] = value(i);
-          } else {
-#pragma omp simd
-            for (int64_t i = 0; i < count; ++i) dx[at + i] = FromAcc<T>(value(i));
-          }
+          for (int64_t i = 0; i < count; ++i) to[i] = FromAcc<E>(f(at + i, centre(i), scale(i), offset(i), slope(i)));
         });
-    if constexpr (kStaged<T>) FromAccRun<T>(g_buffer, dx, n);
   }
 };
 
@@ -890,19 +930,8 @@ A ScaleOf(const BatchNormArgs& args, int64_t group, int64_t channel) {
   return args.scale ? args.scale.Group<A>(group)[channel] : A{1};
 }
 
-// Calls body(true_type) or body(false_type).
-template <typename Body>
-void Choose(bool value, const Body& body) {
-  if (value) {
-    body(std::true_type());
-  } else {
-    body(std::false_type());
-  }
-}
-
-template <typename T>
+template <typename A>
 ffi::Error RunForward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, bool relu) {
-  using A = Acc<T>;
   const View view(args.shape);
   for (int64_t group = 0; group < args.shape.groups; ++group) {
     const Table<A, kForwardNumbers> table(view, [&](int64_t c, A* numbers) {
@@ -910,22 +939,14 @@ ffi::Error RunForward(ffi::ThreadPool& pool, const BatchNormArgs& args, double e
       numbers[kFactorOf] = Reciprocal<A>(args, group, c, epsilon) * ScaleOf<A>(args, group, c);
       numbers[kShiftOf] = args.bias ? args.bias.Group<A>(group)[c] : A{0};
     });
-    Choose(view.columns, [&](auto columnwise) {
-      if (args.bits) {
-        Elementwise(pool, Forward<T, columnwise, kReluWithBits>{args, table}, args.shape, group);
-      } else if (relu) {
-        Elementwise(pool, Forward<T, columnwise, kRelu>{args, table}, args.shape, group);
-      } else {
-        Elementwise(pool, Forward<T, columnwise, kIdentity>{args, table}, args.shape, group);
-      }
-    });
+    Elementwise(pool, Forward<A>{args, table, relu}, args.shape, group);
   }
   return ffi::Error::Success();
 }
 
-template <typename T>
+template <typename E>
 ffi::Error RunBackward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, int64_t replicas) {
-  using A = Acc<T>;
+  using A = Acc<E>;
   const View view(args.shape);
   const bool reduced = args.dx && (args.dbias || args.dmean);
   for (int64_t group = 0; group < args.shape.groups; ++group) {
@@ -950,13 +971,7 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const BatchNormArgs& args, double 
       numbers[kOffset] = offset / n;
       numbers[kSlope] = slope / n;
     });
-    Choose(view.columns, [&](auto columnwise) {
-      Choose(static_cast<bool>(args.bits), [&](auto bits) {
-        Choose(reduced, [&](auto with_sums) {
-          Elementwise(pool, Backward<T, columnwise, bits, with_sums>{args, table}, args.shape, group);
-        });
-      });
-    });
+    Elementwise(pool, Backward<E>{args, table, reduced}, args.shape, group);
   }
   return ffi::Error::Success();
 }
@@ -968,13 +983,13 @@ ffi::Error BatchNormStats(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi
   BatchNormArgs args;
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
-  return DispatchFloat(args.dtype, [&]<typename T>(T) {
+  return DispatchAcc(args.dtype, [&]<typename A>(A) {
     const View view(args.shape, kShortRunOfStatistics);
-    const std::unique_ptr<Acc<T>[]> shifts(new Acc<T>[args.shape.groups * std::max(view.width, view.channels)]());
+    const std::unique_ptr<A[]> shifts(new A[args.shape.groups * std::max(view.width, view.channels)]());
     for (int64_t group = 0; group < args.shape.groups && view.size > 0; ++group) {
-      FindShifts<T>(args, view, group, shifts.get() + group * view.width);
+      FindShifts<A>(args, view, group, shifts.get() + group * view.width);
     }
-    return Reduce(pool, Stats<T>{args, shifts.get()}, view, args.shape.groups);
+    return Reduce(pool, Stats<A>{args, shifts.get()}, view, args.shape.groups);
   });
 }
 
@@ -985,7 +1000,7 @@ ffi::Error BatchNormFwd(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormFwd(operand_names, result_names, relu));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
   if (args.shape.group_size() == 0) return ffi::Error::Success();
-  return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunForward<T>(pool, args, epsilon, relu); });
+  return DispatchAcc(args.dtype, [&]<typename A>(A) { return RunForward<A>(pool, args, epsilon, relu); });
 }
 
 ffi::Error BatchNormSums(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
@@ -993,14 +1008,8 @@ ffi::Error BatchNormSums(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi:
   BatchNormArgs args;
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormSums(operand_names, result_names));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
-  return DispatchFloat(args.dtype, [&]<typename T>(T) {
-    ffi::Error error = ffi::Error::Success();
-    Choose(static_cast<bool>(args.bits), [&](auto bits) {
-      Choose(static_cast<bool>(args.dscale), [&](auto scale) {
-        error = Reduce(pool, Sums<T, bits, scale>{args, epsilon}, View(args.shape), args.shape.groups);
-      });
-    });
-    return error;
+  return DispatchElement(args.dtype, [&]<typename E>(E) {
+    return Reduce(pool, Sums<E>{args, epsilon}, View(args.shape), args.shape.groups);
   });
 }
 
@@ -1011,7 +1020,7 @@ ffi::Error BatchNormDx(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::R
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormDx(operand_names, result_names, replicas));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
   if (args.shape.group_size() == 0) return ffi::Error::Success();
-  return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunBackward<T>(pool, args, epsilon, replicas); });
+  return DispatchElement(args.dtype, [&]<typename E>(E) { return RunBackward<E>(pool, args, epsilon, replicas); });
 }
 
 }  // namespace

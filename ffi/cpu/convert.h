@@ -1,6 +1,7 @@
-// Arrays whose dtype is known only at run time, as loops over float (double for float64) read and write them: in place,
-// or with 16-bit floats converted in bulk before and after. So the loops are compiled for two types instead of four, and
-// 16-bit floats that a loop reads twice are converted once.
+// Arrays whose dtype is known only at run time, as loops over elements of type E read and write them: in place, or with
+// 16-bit floats converted in bulk before and after. So loops are compiled for two types instead of four, and elements
+// that a loop reads twice are converted once. E is float or double, or BF16 in loops that read once: its conversion is
+// so little work that they do it on the way.
 #ifndef JAXNORM_CPU_CONVERT_H_
 #define JAXNORM_CPU_CONVERT_H_
 
@@ -17,39 +18,54 @@ namespace jaxnorm {
 void Widen(ffi::DataType dtype, const void* from, float* to, int64_t n);
 void Narrow(ffi::DataType dtype, const float* from, void* to, int64_t n);
 
-template <typename A>
-JAXNORM_INLINE bool IsAcc(ffi::DataType dtype) {
-  return std::is_same_v<A, double> || dtype == ffi::F32;
+// Whether elements of `dtype` are of type E, else they are converted to it.
+template <typename E>
+JAXNORM_INLINE bool IsNative(ffi::DataType dtype) {
+  return !std::is_same_v<E, float> || dtype == ffi::F32;
 }
 
 // The address of element i.
-template <typename A>
+template <typename E>
 JAXNORM_INLINE const void* At(ffi::DataType dtype, const void* array, int64_t i) {
-  return static_cast<const char*>(array) + i * (IsAcc<A>(dtype) ? sizeof(A) : sizeof(uint16_t));
+  return static_cast<const char*>(array) + i * (IsNative<E>(dtype) ? sizeof(E) : sizeof(uint16_t));
 }
-template <typename A>
+template <typename E>
 JAXNORM_INLINE void* At(ffi::DataType dtype, void* array, int64_t i) {
-  return static_cast<char*>(array) + i * (IsAcc<A>(dtype) ? sizeof(A) : sizeof(uint16_t));
+  return static_cast<char*>(array) + i * (IsNative<E>(dtype) ? sizeof(E) : sizeof(uint16_t));
 }
 
-template <typename A>
-JAXNORM_INLINE void Read(ffi::DataType dtype, const void* from, A* to, int64_t n) {
-  if (IsAcc<A>(dtype)) {
-    std::copy_n(static_cast<const A*>(from), n, to);
-  } else if constexpr (std::is_same_v<A, float>) {
+// Elements of `dtype` to those of type E, and back.
+template <typename E>
+JAXNORM_INLINE void Read(ffi::DataType dtype, const void* from, E* to, int64_t n) {
+  if (IsNative<E>(dtype)) {
+    std::copy_n(static_cast<const E*>(from), n, to);
+  } else if constexpr (std::is_same_v<E, float>) {
     Widen(dtype, from, to, n);
   }
 }
-template <typename A>
-JAXNORM_INLINE void Write(ffi::DataType dtype, const A* from, void* to, int64_t n) {
-  if (IsAcc<A>(dtype)) {
-    std::copy_n(from, n, static_cast<A*>(to));
-  } else if constexpr (std::is_same_v<A, float>) {
+template <typename E>
+JAXNORM_INLINE void Write(ffi::DataType dtype, const E* from, void* to, int64_t n) {
+  if (IsNative<E>(dtype)) {
+    std::copy_n(from, n, static_cast<E*>(to));
+  } else if constexpr (std::is_same_v<E, float>) {
     Narrow(dtype, from, to, n);
   }
 }
 
-// Calls body(A{}) with the type that arithmetic on `dtype` is done in; body returns an ffi::Error.
+// Element i alone.
+template <typename A>
+JAXNORM_INLINE A ValueAt(ffi::DataType dtype, const void* array, int64_t i) {
+  if (dtype == ffi::F16) return ToAcc(static_cast<const F16*>(array)[i]);
+  if (dtype == ffi::BF16) return ToAcc(static_cast<const BF16*>(array)[i]);
+  return static_cast<const A*>(array)[i];
+}
+
+// Calls body(E{}) with the type that loops over elements of `dtype` are compiled for; body returns an ffi::Error.
+template <typename Body>
+ffi::Error DispatchElement(ffi::DataType dtype, Body&& body) {
+  return dtype == ffi::F16 ? body(float{}) : DispatchFloat(dtype, body);
+}
+// The same for loops that do not take BF16.
 template <typename Body>
 ffi::Error DispatchAcc(ffi::DataType dtype, Body&& body) {
   return DispatchFloat(dtype, [&]<typename T>(T) { return body(Acc<T>{}); });

@@ -4,17 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "simd.h"
 
 namespace jaxnorm {
-
-// What loops read elements of T as: conversions of float16 are fast in bulk only, so they are made beforehand.
-template <typename T>
-inline constexpr bool kStaged = std::is_same_v<T, F16>;
-template <typename T>
-using Source = std::conditional_t<kStaged<T>, float, T>;
 
 // Sums are kept in this many lanes: additions to one register wait for each other, so there are several.
 inline constexpr int64_t kLanesOfSum = 32;

@@ -10,7 +10,6 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <type_traits>
 
 #include "convert.h"
 #include "loops.h"

@@ -31,7 +31,7 @@ __attribute__((noinline)) A* ThreadBuffer(BufferUse use) {
 // The elements as a loop reads them. `again`: the buffer holds them already.
 template <typename A>
 JAXNORM_INLINE const A* Stage(ffi::DataType dtype, const void* from, int64_t n, BufferUse use, bool again = false) {
-  if (IsAcc<A>(dtype)) return static_cast<const A*>(from);
+  if (IsNative<A>(dtype)) return static_cast<const A*>(from);
   A* buffer = ThreadBuffer<A>(use);
   if (!again) Read(dtype, from, buffer, n);
   return buffer;
@@ -40,10 +40,10 @@ JAXNORM_INLINE const A* Stage(ffi::DataType dtype, const void* from, int64_t n, 
 // out[i] = f(i). May overwrite the buffer, if f(i) reads that at i alone.
 template <typename A, typename F>
 JAXNORM_INLINE void Store(ffi::DataType dtype, void* out, int64_t n, BufferUse use, F f) {
-  A* to = IsAcc<A>(dtype) ? static_cast<A*>(out) : ThreadBuffer<A>(use);
+  A* to = IsNative<A>(dtype) ? static_cast<A*>(out) : ThreadBuffer<A>(use);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) to[i] = f(i);
-  if (!IsAcc<A>(dtype)) Write(dtype, to, out, n);
+  if (!IsNative<A>(dtype)) Write(dtype, to, out, n);
 }
 
 // ---- Work ----

@@ -104,14 +104,14 @@ struct ShortForward {
     std::copy_n(LoadShift<A>(args.bias, args.parameter_dtype, group, whole), columns, shift.data);
     for (int64_t row = begin; row < end; row += step) {
       const int64_t n = std::min(step, end - row), size = n * columns;
-      const bool in_place = IsAcc<A>(args.dtype) && HasSlack((end - row) * columns - size);
+      const bool in_place = IsNative<A>(args.dtype) && HasSlack((end - row) * columns - size);
       const A* x = ReadRows(args.dtype, args.x, args.shape, row, n, in_place && !args.residual, values.data);
       if (args.residual) {
         AddRun(ReadRows(args.dtype, args.residual, args.shape, row, n, in_place, other.data), values.data, size);
         // Rounded, because backward will see it so.
         void* sum = At<A>(args.dtype, args.sum, row * columns);
         Write(args.dtype, values.data, sum, size);
-        if (!IsAcc<A>(args.dtype)) Read(args.dtype, sum, values.data, size);
+        if (!IsNative<A>(args.dtype)) Read(args.dtype, sum, values.data, size);
       }
       void* y = At<A>(args.dtype, args.y, row * columns);
       A* out = in_place ? static_cast<A*>(y) : results.data;
@@ -139,7 +139,7 @@ struct ShortBackward {
                 factor.data);
     for (int64_t row = begin; row < end; row += step) {
       const int64_t n = std::min(step, end - row), size = n * columns;
-      const bool in_place = IsAcc<A>(args.dtype) && HasSlack((end - row) * columns - size);
+      const bool in_place = IsNative<A>(args.dtype) && HasSlack((end - row) * columns - size);
       // What a row writes beyond its end would be in the place of dy that the next one has yet to read.
       const bool write_in_place = in_place && args.dx != args.dy.data;
       const A* x = ReadRows(args.dtype, args.x, args.shape, row, n, in_place, first.data);

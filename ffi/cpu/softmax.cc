@@ -613,19 +613,22 @@ struct BwdCore {
   }
 };
 
-// Whole rows of one length, `pitch` apart.
+// Contiguous rows, `pitch` apart: a tile's, of which there is one unless they are done in whole.
 template <typename Core>
-JAXNORM_SIMD_CLONES void RunRows(const Core& core, int64_t offset, int64_t rows, int64_t length, int64_t pitch) {
+JAXNORM_SIMD_CLONES void RunRows(const Core& core, const Tile& tile, int64_t pitch, Steps steps,
+                                 typename Core::A* stats) {
   constexpr int kTogether = Core::kRowsTogether;
-  const auto run = [&]<int kRows>(int64_t row) JAXNORM_INLINE_LAMBDA {
-    const Tile tile{0, kRows, 0, length, offset + row * pitch};
-    core.template Run<RowLoops<kRows>>(tile, pitch, kWhole, nullptr);
+  const auto run = [&]<int kRows>(int64_t row, Steps steps) JAXNORM_INLINE_LAMBDA {
+    const Tile rows{0, kRows, tile.start, tile.length, tile.offset + row * pitch};
+    core.template Run<RowLoops<kRows>>(rows, pitch, steps, stats);
   };
   int64_t row = 0;
-  if (length <= kShortRow) {
-    for (; row + kTogether <= rows; row += kTogether) run.template operator()<kTogether>(row);
+  if constexpr (kTogether > 1) {
+    if (tile.length <= kShortRow) {
+      for (; row + kTogether <= tile.width; row += kTogether) run.template operator()<kTogether>(row, kWhole);
+    }
   }
-  for (; row < rows; ++row) run.template operator()<1>(row);
+  for (; row < tile.width; ++row) run.template operator()<1>(row, steps);
 }
 
 template <typename Loops, typename Core>
@@ -641,26 +644,28 @@ JAXNORM_SIMD_CLONES void MergeStatistics(const typename Core::A* from, typename 
 
 template <typename Core>
 void Run(const Core& core, bool along_rows, const Tile& tile, int64_t pitch, Steps steps, typename Core::A* stats) {
-  if (!along_rows) {
-    RunTile<ColumnLoops>(core, tile, pitch, steps, stats);
-  } else if (pitch <= kShortestRow) {
-    const auto run = [&]<int kLength>() { RunTile<ShortRowLoops<kLength>>(core, tile, pitch, steps, stats); };
-    switch (pitch) {
-      case 2:
-        return run.template operator()<2>();
-      case 3:
-        return run.template operator()<3>();
-      case 4:
-        return run.template operator()<4>();
-      case 8:
-        return run.template operator()<8>();
-      default:
-        return run.template operator()<0>();
-    }
-  } else if (steps == kWhole) {
-    RunRows(core, tile.offset, tile.width, tile.length, pitch);
+  if (along_rows) {
+    RunRows(core, tile, pitch, steps, stats);
   } else {
-    RunTile<RowLoops<1>>(core, tile, pitch, steps, stats);
+    RunTile<ColumnLoops>(core, tile, pitch, steps, stats);
+  }
+}
+
+// Rows up to kShortestRow, which are always gathered.
+template <typename Core>
+void RunShortRows(const Core& core, const Tile& tile, int64_t pitch, Steps steps, typename Core::A* stats) {
+  const auto run = [&]<int kLength>() { RunTile<ShortRowLoops<kLength>>(core, tile, pitch, steps, stats); };
+  switch (pitch) {
+    case 2:
+      return run.template operator()<2>();
+    case 3:
+      return run.template operator()<3>();
+    case 4:
+      return run.template operator()<4>();
+    case 8:
+      return run.template operator()<8>();
+    default:
+      return run.template operator()<0>();
   }
 }
 
@@ -689,7 +694,13 @@ struct Kernel {
   // Runs a gathered tile, for which the core's pointers are buffers.
   template <typename Core>
   void RunBuffer(const Core& core, const Tile& tile, Steps steps, A* stats) const {
-    Run(core, along_rows(), {0, tile.width, 0, tile.length, 0}, Layout(shape, tile).buffer_pitch, steps, stats);
+    const Tile gathered{0, tile.width, 0, tile.length, 0};
+    const int64_t pitch = Layout(shape, tile).buffer_pitch;
+    if (short_rows()) {
+      RunShortRows(core, gathered, pitch, steps, stats);
+    } else {
+      Run(core, along_rows(), gathered, pitch, steps, stats);
+    }
   }
 };
 

@@ -164,7 +164,9 @@ __global__ void __launch_bounds__(kWarps* kWarp) NormFwdAtOnceKernel(int steps, 
         ToAccAll(std::bit_cast<V>(words[r]), values);
 #pragma unroll
         for (float& value : values) {
-          value = !kCenter ? value * rstds[r] : usual ? fma(value, rstds[r], centres[r]) : (value - centres[r]) * rstds[r];
+          value = !kCenter ? value * rstds[r]
+                  : usual  ? fma(value, rstds[r], centres[r])
+                           : (value - centres[r]) * rstds[r];
         }
 #pragma unroll
         for (int j = 0; j < kVec; ++j) values[j] = fma(values[j], factor[j], shift[j]);

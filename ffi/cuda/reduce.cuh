@@ -67,9 +67,7 @@ __device__ __forceinline__ P ShuffleFrom(P value, int lane) {
 }
 
 // Which warp of the block this is, in a form that tells the compiler that all lanes have the same.
-__device__ __forceinline__ int WarpIndex() {
-  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0);
-}
+__device__ __forceinline__ int WarpIndex() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0); }
 
 // By all lanes of a warp: true in one of them, which the compiler then knows to be alone. Else it makes loops over lanes of what
 // takes operands for the whole warp, such as preparing a barrier or asking for a bulk copy.

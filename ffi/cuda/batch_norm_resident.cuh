@@ -453,7 +453,8 @@ class Resident {
       const uint32_t entry = row_threads < kWarp ? warp : threadIdx.x / row_threads;
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
-        if (j < count && lane % 4 < row_threads) entries_[entry * (plan.slots + 1) + slot_ + own + j] = columns[j];
+        if (j == count) break;
+        if (lane % 4 < row_threads) entries_[entry * (plan.slots + 1) + slot_ + own + j] = columns[j];
       }
       __syncthreads();
       ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t i, bool there) {
@@ -515,9 +516,7 @@ class Resident {
         posts[k].Clear();  // nobody else reads them
     });
     __syncthreads();
-    for (uint32_t first = 0; first < plan.slots; first += blockDim.x) {
-      const uint32_t slot = first + threadIdx.x;
-      const bool there = slot < plan.slots;
+    ForGroups(0, plan.slots, [&](uint32_t slot, uint32_t, bool there) {
       Sums total;
       if (plan.relayed) {
         total = plan.totals[first_channel + slot].Read(plan.tag, there);
@@ -525,7 +524,7 @@ class Resident {
         total = entries_[slot];
       }
       if (there) finish(slot, total);
-    }
+    });
     __syncthreads();
   }
 
@@ -543,14 +542,15 @@ class Resident {
   }
 
  private:
-  // f(slot, lane, whether there is such a slot), by 2^bits lanes for each of `count` slots.
+  // f(slot, lane, whether there is such a slot), by 2^bits lanes for each of `count` slots. Not by warps that have none: their
+  // instructions would take turns with those of the others.
   template <typename F>
   __device__ __forceinline__ void ForGroups(uint32_t bits, uint32_t count, F f) const {
-    const uint32_t lane = threadIdx.x & ((1u << bits) - 1);
+    const uint32_t lane = threadIdx.x % kWarp;
 #pragma unroll 1
-    for (uint32_t first = 0; first < count; first += blockDim.x >> bits) {
-      const uint32_t slot = first + (threadIdx.x >> bits);
-      f(slot, lane, slot < count);
+    for (uint32_t first = (threadIdx.x - lane) >> bits; first < count; first += blockDim.x >> bits) {
+      const uint32_t slot = first + (lane >> bits);
+      f(slot, lane & ((1u << bits) - 1), slot < count);
     }
   }
 

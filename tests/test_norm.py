@@ -683,6 +683,25 @@ def test_vmap_over_any_subset(mapped, dtype):
             np.testing.assert_allclose(oracle.f64(a[i]), b, rtol=tolerance, atol=size)
 
 
+@ops
+@pytest.mark.parametrize("mapped", [(0, None), (None, 0)])
+def test_vjp_of_vmap_that_maps_the_other_term_of_the_sum(op, mapped):
+    """What is differentiated has no batch dimension, and both results have: the sum's cotangent is added up over it."""
+    own, other, scale = (rand(shape, "float32") for shape in ((7,), (3, 7), (7,)))
+    cotangents = rand((3, 7), "float32"), rand((3, 7), "float32") + 1
+
+    def gradient_of_own(f):
+        def both(own):
+            x, residual = (other, own) if mapped[0] == 0 else (own, other)
+            return jax.vmap(lambda x, r: f(x, scale, residual=r), mapped)(x, residual)
+
+        return value_and_vjp(both)((own,), cotangents)
+
+    got, want = map(gradient_of_own, (getattr(jaxnorm, op), functools.partial(formula, op)))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @needs_cpu
 def test_vmap_calls_the_kernel_without_materialising_x():
     """x, mapped or not, reaches the kernel at its own size."""

@@ -443,7 +443,9 @@ def _fwd_jvp(primals, tangents, *, operands, epsilon, center, **params):
     ]
     s, statistics = (rest[0], rest[1:]) if operands & RESIDUAL else (given["x"], rest)
     s_dot = _add(dots["x"], dots.get("residual"))
-    if s_dot is not None:  # of one term alone, which may lack a dimension that vmap has given the other
+    if (
+        s_dot is not None
+    ):  # of one term alone, which may lack a dimension that vmap has given the other
         s_dot = jnp.broadcast_to(s_dot, s.shape)
     have = {X: s_dot, SCALE: _add(dots.get("scale")), BIAS: _add(dots.get("bias"))}
     y_dot, sum_dot = _tangents(

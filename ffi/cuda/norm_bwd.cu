@@ -509,7 +509,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   }
   if (at_once % ways != 0 || std::min(most, most_parts) < ways) plan.segments = ways;
   most = std::min(most, most_parts - plan.segments + 1);
-  if (most < 1 || op.cols < kEdges<Op>) {  // shorter rows would be nothing but edges
+  if (most < 1 || op.cols < kEdges<Op>) {  // no room for so many partial sums, or rows that would be nothing but edges
     return LaunchNormBwd(device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
   }
   plan.blocks = static_cast<int>(most);

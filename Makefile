@@ -10,7 +10,7 @@ WORKERS = -n auto --maxprocesses=8
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
 DONE = $(VENV)/done
-C_SOURCES = ffi/*.h ffi/*.cc ffi/cpu/*.h ffi/cpu/*.cc ffi/cuda/*.cuh ffi/cuda/*.cu
+C_SOURCES = ffi/*.h ffi/*.cc ffi/cpu/*.h ffi/cpu/*.cc ffi/cuda/*.h ffi/cuda/*.cc ffi/cuda/*.cuh ffi/cuda/*.cu
 
 help: ## list the targets
 	@echo "make TARGET [PYTHON=python3.12] [ARGS='further arguments']"

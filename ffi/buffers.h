@@ -1,31 +1,30 @@
-// Shapes as the kernels see them, and the checks that make a malformed call an error instead of a wrong address.
+// From XLA's buffers to what kernels see, with the checks that make a malformed call an error instead of a wrong address.
 #ifndef JAXNORM_BUFFERS_H_
 #define JAXNORM_BUFFERS_H_
 
 #include <cstdint>
 #include <limits>
-#include <string>
 
+#include "call.h"
 #include "registry.h"
-
-// Returns ffi::Error naming the expression that failed. Python checks the same things first, with friendlier words;
-// this guards deserialised programs and direct ffi_call users.
-#define JAXNORM_CHECK(condition)                                                          \
-  do {                                                                                    \
-    if (!(condition)) {                                                                   \
-      return ::jaxnorm::ffi::Error::InvalidArgument(std::string("jaxnorm: ") + __func__ + \
-                                                    ": check failed: " #condition);       \
-    }                                                                                     \
-  } while (false)
-
-#define JAXNORM_RETURN_IF_ERROR(expression)                                           \
-  do {                                                                                \
-    if (::jaxnorm::ffi::Error error_ = (expression); error_.failure()) return error_; \
-  } while (false)
 
 namespace jaxnorm {
 
 using Dims = ffi::AnyBuffer::Dimensions;
+
+inline DataType TypeOf(const ffi::AnyBuffer& buffer) { return static_cast<DataType>(buffer.element_type()); }
+
+// What Python adds to a call's results for CUDA. Where results vary in number it comes last, behind `results` of them.
+inline Scratch ScratchOf(ffi::AnyBuffer buffer) {
+  return {buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
+}
+inline Error LastScratch(const ffi::RemainingRets& remaining, size_t results, Scratch* out) {
+  JAXNORM_CHECK(remaining.size() == results + 1);
+  auto buffer = remaining.get<ffi::AnyBuffer>(results);
+  if (buffer.has_error()) return FromFfi(buffer.error());
+  *out = ScratchOf(**buffer);
+  return Error::Success();
+}
 
 inline bool SameDims(Dims a, Dims b) {
   if (a.size() != b.size()) return false;
@@ -40,14 +39,7 @@ inline bool CheckedMul(int64_t a, int64_t b, int64_t* out) {
   return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, out);
 }
 
-// An array seen around one of its axes: element (o, a, i) lies at (o * axis + a) * inner + i.
-struct AxisShape {
-  int64_t outer = 1, axis = 1, inner = 1;
-  int64_t rows() const { return outer * inner; }
-  int64_t size() const { return outer * axis * inner; }
-};
-
-inline ffi::Error SplitAtAxis(Dims dims, int64_t axis, AxisShape* shape) {
+inline Error SplitAtAxis(Dims dims, int64_t axis, AxisShape* shape) {
   JAXNORM_CHECK(axis >= 0 && axis < static_cast<int64_t>(dims.size()));
   AxisShape s;
   s.axis = dims[axis];
@@ -59,32 +51,11 @@ inline ffi::Error SplitAtAxis(Dims dims, int64_t axis, AxisShape* shape) {
   }
   JAXNORM_CHECK(size <= std::numeric_limits<int64_t>::max() / 16);  // byte offsets fit too
   *shape = s;
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
-// Dimensions left after neighbours with one common stride are merged; Python materialises operands of higher rank.
-inline constexpr int kMaxBroadcastDims = 8;
-
-// Where the operand's element for row r (an index over all dimensions but the axis, row-major) and axis position a
-// lies: at the sum over d of digit_d(r) * stride[d], plus a * axis_stride. Broadcast dimensions have stride 0.
-struct Broadcast {
-  int ndim = 0;                       // merged dimensions, outermost first
-  int64_t size[kMaxBroadcastDims];    // digits of r
-  int64_t stride[kMaxBroadcastDims];  // in elements
-  int64_t axis_stride = 0;
-
-  int64_t RowOffset(int64_t row) const {
-    int64_t offset = 0;
-    for (int d = ndim - 1; d > 0; --d) {
-      offset += (row % size[d]) * stride[d];
-      row /= size[d];
-    }
-    return ndim > 0 ? offset + row * stride[0] : 0;
-  }
-};
-
 // View of an operand with dimensions `operand` (each 1 or that of `full`) in a call over `full` along `axis`.
-inline ffi::Error MakeBroadcast(Dims full, int64_t axis, Dims operand, Broadcast* out) {
+inline Error MakeBroadcast(Dims full, int64_t axis, Dims operand, Broadcast* out) {
   JAXNORM_CHECK(full.size() == operand.size());
   int64_t sizes[64], strides[64];  // innermost first
   JAXNORM_CHECK(full.size() <= 64);
@@ -113,27 +84,16 @@ inline ffi::Error MakeBroadcast(Dims full, int64_t axis, Dims operand, Broadcast
     b.stride[d] = strides[n - 1 - d];
   }
   *out = b;
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
-// An input of a row-wise call: absent (data == nullptr), full, or broadcast.
-struct Operand {
-  const void* data = nullptr;
-  int64_t elements = 0;  // of the array itself
-  Broadcast view;
-  explicit operator bool() const { return data != nullptr; }
-};
-
-inline ffi::Error MakeOperand(ffi::AnyBuffer buffer, ffi::DataType dtype, Dims full, int64_t axis, Operand* out) {
-  JAXNORM_CHECK(buffer.element_type() == dtype);
+inline Error MakeOperand(ffi::AnyBuffer buffer, DataType dtype, Dims full, int64_t axis, Operand* out) {
+  JAXNORM_CHECK(TypeOf(buffer) == dtype);
   JAXNORM_RETURN_IF_ERROR(MakeBroadcast(full, axis, buffer.dimensions(), &out->view));
   out->data = buffer.untyped_data();
   out->elements = static_cast<int64_t>(buffer.element_count());
-  return ffi::Error::Success();
+  return Error::Success();
 }
-
-// What values of `dtype` are summed in, and numbers per row or channel are.
-inline ffi::DataType AccDtype(ffi::DataType dtype) { return dtype == ffi::F64 ? ffi::F64 : ffi::F32; }
 
 }  // namespace jaxnorm
 

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "call.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxnorm {
@@ -26,11 +27,27 @@ inline bool Register(const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFra
   return true;
 }
 
+inline Error FromFfi(const ffi::Error& error) {
+  return Error(static_cast<XLA_FFI_Error_Code>(*error.errc()), error.message());
+}
+
+// A handler, with XLA's error.
+template <auto kHandler>
+struct Adapter;
+template <typename... Args, Error (*kHandler)(Args...)>
+struct Adapter<kHandler> {
+  static ffi::Error Run(Args... args) {
+    const Error error = kHandler(args...);
+    return ffi::Error(error.code(), error.message());
+  }
+};
+
 }  // namespace jaxnorm
 
-// JAXNORM_REGISTER(softmax_fwd, SoftmaxFwd, binding...) defines the handler and registers it as "softmax_fwd".
-#define JAXNORM_REGISTER(name, function, ...)                           \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxnorm_##name, function, __VA_ARGS__); \
+// JAXNORM_REGISTER(softmax_fwd, SoftmaxFwd, binding...) registers the handler SoftmaxFwd, which returns an Error, as
+// "softmax_fwd".
+#define JAXNORM_REGISTER(name, function, ...)                                                    \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxnorm_##name, ::jaxnorm::Adapter<function>::Run, __VA_ARGS__); \
   static const bool registered_##name = ::jaxnorm::Register(#name, jaxnorm_##name)
 
 #endif  // JAXNORM_REGISTRY_H_

@@ -1,4 +1,4 @@
-// The ReLU calls, decoded and checked once for both the CPU and the CUDA kernels.
+// The ReLU calls, as the CPU and the CUDA kernels get them.
 //
 // jaxnorm_relu_fwd: operands x, or x and z; results y = max(s, 0) with s = x or x + z (NaN passes through), and the mask
 //   numpy.packbits(s > 0, axis=-1, bitorder="little"): bit j % 8 of byte j / 8 of a row is column j; spare bits are 0.
@@ -6,12 +6,12 @@
 #ifndef JAXNORM_RELU_ARGS_H_
 #define JAXNORM_RELU_ARGS_H_
 
-#include "buffers.h"
+#include "call.h"
 
 namespace jaxnorm {
 
 struct ReluArgs {
-  ffi::DataType dtype;
+  DataType dtype;
   int64_t rows = 0, cols = 0;
   int64_t mask_cols() const { return (cols + 7) / 8; }  // bytes of mask per row
   int64_t size() const { return rows * cols; }
@@ -20,37 +20,6 @@ struct ReluArgs {
   void* y = nullptr;
   uint8_t* mask = nullptr;
 };
-
-inline ffi::Error ParseRelu(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::AnyBuffer mask, ReluArgs* args) {
-  const Dims dims = x.dimensions(), mask_dims = mask.dimensions();
-  JAXNORM_CHECK(dims.size() >= 1 && SameDims(dims, y.dimensions()));
-  AxisShape shape;
-  JAXNORM_RETURN_IF_ERROR(SplitAtAxis(dims, static_cast<int64_t>(dims.size()) - 1, &shape));
-  args->rows = shape.outer;
-  args->cols = shape.axis;
-  JAXNORM_CHECK(mask.element_type() == ffi::U8 && mask_dims.size() == dims.size());
-  for (size_t i = 0; i + 1 < dims.size(); ++i) JAXNORM_CHECK(mask_dims[i] == dims[i]);
-  JAXNORM_CHECK(mask_dims.back() == args->mask_cols());
-  args->dtype = x.element_type();
-  JAXNORM_CHECK(y.element_type() == args->dtype);
-  args->x = x.untyped_data();
-  args->y = y.untyped_data();
-  args->mask = static_cast<uint8_t*>(mask.untyped_data());
-  return ffi::Error::Success();
-}
-
-inline ffi::Error ParseReluFwd(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::AnyBuffer y, ffi::AnyBuffer mask,
-                               ReluArgs* args) {
-  JAXNORM_RETURN_IF_ERROR(ParseRelu(x, y, mask, args));
-  JAXNORM_CHECK(rest.size() <= 1);
-  if (rest.size() == 1) {
-    auto z = rest.get<ffi::AnyBuffer>(0);
-    if (z.has_error()) return z.error();
-    JAXNORM_CHECK(z->element_type() == args->dtype && SameDims(z->dimensions(), x.dimensions()));
-    args->z = z->untyped_data();
-  }
-  return ffi::Error::Success();
-}
 
 }  // namespace jaxnorm
 

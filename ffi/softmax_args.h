@@ -1,4 +1,4 @@
-// The softmax calls, decoded and checked once for both the CPU and the CUDA kernels.
+// The softmax calls, as the CPU and the CUDA kernels get them.
 //
 // jaxnorm_softmax_fwd: operands x, then those of where, scale, bias that the attribute `operands` names; result y.
 //   z = factor * scale * x + bias;  y = softmax(z) or log_softmax(z) along `axis`, over the elements that `where` keeps.
@@ -11,7 +11,7 @@
 #ifndef JAXNORM_SOFTMAX_ARGS_H_
 #define JAXNORM_SOFTMAX_ARGS_H_
 
-#include "buffers.h"
+#include "call.h"
 
 namespace jaxnorm {
 
@@ -19,7 +19,7 @@ enum SoftmaxOperands : int64_t { kWhere = 1, kScale = 2, kBias = 4 };
 enum class SoftmaxForm : int64_t { kSoftmax = 0, kLogJvp = 1, kLogVjp = 2 };
 
 struct SoftmaxFwdArgs {
-  ffi::DataType dtype;
+  DataType dtype;
   AxisShape shape;
   Operand x, where, scale, bias;
   void* y = nullptr;
@@ -28,59 +28,13 @@ struct SoftmaxFwdArgs {
 };
 
 struct SoftmaxBwdArgs {
-  ffi::DataType dtype;
+  DataType dtype;
   AxisShape shape;
   Operand y, t, where;
   void* out = nullptr;
   double factor = 1;
   SoftmaxForm form = SoftmaxForm::kSoftmax;
 };
-
-inline ffi::Error ParseSoftmaxFwd(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::AnyBuffer y, int64_t axis,
-                                  double factor, bool log, int64_t operands, SoftmaxFwdArgs* args) {
-  const Dims full = y.dimensions();
-  args->dtype = x.element_type();
-  JAXNORM_CHECK(y.element_type() == args->dtype);
-  JAXNORM_RETURN_IF_ERROR(SplitAtAxis(full, axis, &args->shape));
-  if (args->shape.size() == 0) return ffi::Error::Success();
-  JAXNORM_RETURN_IF_ERROR(MakeOperand(x, args->dtype, full, axis, &args->x));
-  size_t next = 0;
-  for (auto [bit, dtype, operand] :
-       {std::tuple{kWhere, ffi::PRED, &args->where}, std::tuple{kScale, args->dtype, &args->scale},
-        std::tuple{kBias, args->dtype, &args->bias}}) {
-    if (!(operands & bit)) continue;
-    auto buffer = rest.get<ffi::AnyBuffer>(next++);
-    if (buffer.has_error()) return buffer.error();
-    JAXNORM_RETURN_IF_ERROR(MakeOperand(*buffer, dtype, full, axis, operand));
-  }
-  JAXNORM_CHECK(next == rest.size());
-  args->y = y.untyped_data();
-  args->factor = factor;
-  args->log = log;
-  return ffi::Error::Success();
-}
-
-inline ffi::Error ParseSoftmaxBwd(ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest, ffi::AnyBuffer out,
-                                  int64_t axis, double factor, int64_t form, SoftmaxBwdArgs* args) {
-  const Dims full = out.dimensions();
-  args->dtype = y.element_type();
-  JAXNORM_CHECK(out.element_type() == args->dtype);
-  JAXNORM_CHECK(form >= 0 && form <= 2);
-  JAXNORM_CHECK(rest.size() <= 1);
-  JAXNORM_RETURN_IF_ERROR(SplitAtAxis(full, axis, &args->shape));
-  if (args->shape.size() == 0) return ffi::Error::Success();
-  JAXNORM_RETURN_IF_ERROR(MakeOperand(y, args->dtype, full, axis, &args->y));
-  JAXNORM_RETURN_IF_ERROR(MakeOperand(t, args->dtype, full, axis, &args->t));
-  if (rest.size() == 1) {
-    auto where = rest.get<ffi::AnyBuffer>(0);
-    if (where.has_error()) return where.error();
-    JAXNORM_RETURN_IF_ERROR(MakeOperand(*where, ffi::PRED, full, axis, &args->where));
-  }
-  args->out = out.untyped_data();
-  args->factor = factor;
-  args->form = static_cast<SoftmaxForm>(form);
-  return ffi::Error::Success();
-}
 
 }  // namespace jaxnorm
 

@@ -305,7 +305,7 @@ def _abstract(*avals, names, results, axes, groups, **_):
     return [result(name) for name in results]
 
 
-# Dimensions that vmap made, which kernels know in runs of alike ones (ffi/buffers.h: kMaxBroadcastDims).
+# Dimensions that vmap made, which kernels know in runs of alike ones (ffi/call.h: kMaxBroadcastDims).
 _MAX_GROUPS = 6
 
 

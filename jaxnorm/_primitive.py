@@ -46,7 +46,7 @@ from jaxnorm import _lib
 
 NOT_MAPPED = None  # what a batching rule gets for an operand without a mapped axis
 
-# Dimensions of unlike broadcasting that an operand may have (ffi/buffers.h: kMaxBroadcastDims).
+# Dimensions of unlike broadcasting that an operand may have (ffi/call.h: kMaxBroadcastDims).
 _MAX_BROADCAST_DIMS = 8
 
 Spec = tuple  # one entry per dimension: None, an axis name, or a tuple of axis names
@@ -184,7 +184,7 @@ def psum_together(values, names):
 
 
 def broadcast_fits(operand, full, axes) -> bool:
-    """Whether an operand's broadcast pattern has few enough runs of alike dimensions (kMaxBroadcastDims in buffers.h).
+    """Whether an operand's broadcast pattern has few enough runs of alike dimensions (kMaxBroadcastDims in call.h).
 
     `axes` are those of a row, which do not count.
     """

@@ -14,7 +14,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "batch_norm_args.h"
+#include "batch_norm_parse.h"
 #include "bits.h"
 #include "convert.h"
 #include "loops.h"
@@ -155,7 +155,7 @@ JAXNORM_INLINE void* ElementAt(const BatchNormArgs& args, const BatchNormBuffer&
 
 // The elements as a loop reads them, in `buffer` if not in place.
 template <typename E>
-JAXNORM_INLINE const E* Stage(ffi::DataType dtype, const void* from, int64_t n, E* buffer) {
+JAXNORM_INLINE const E* Stage(DataType dtype, const void* from, int64_t n, E* buffer) {
   if (IsNative<E>(dtype)) return static_cast<const E*>(from);
   Read(dtype, from, buffer, n);
   return buffer;
@@ -179,7 +179,7 @@ JAXNORM_INLINE void SelectBits(const void* from, const uint8_t* flags, int64_t n
   }
 }
 template <typename E>
-JAXNORM_INLINE void Select(ffi::DataType dtype, const void* from, const uint8_t* flags, int64_t n, void* to) {
+JAXNORM_INLINE void Select(DataType dtype, const void* from, const uint8_t* flags, int64_t n, void* to) {
   if (IsNative<E>(dtype)) {
     SelectBits<BitsOf<E>>(from, flags, n, to);
   } else {
@@ -652,7 +652,7 @@ JAXNORM_SIMD_CLONES void FinishChannels(const Kernel& kernel, const View& view, 
 }
 
 template <typename Kernel>
-ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view, int64_t groups) {
+Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view, int64_t groups) {
   using A = typename Kernel::A;
   const int64_t units = groups * view.pieces * view.strips;
   // At least one slot per channel, also where there are no elements.
@@ -678,7 +678,7 @@ ffi::Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view,
       FinishChannels(kernel, view, group, begin, end, sums);
     });
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // ---- Elementwise passes ----
@@ -819,7 +819,7 @@ struct Forward {
     alignas(64) uint8_t flags[kBlockElements + 8];
     if (IsNative<A>(args.dtype)) {
       FlagPositive<A>(y, block.size(), flags);
-    } else if (args.dtype == ffi::F16) {
+    } else if (args.dtype == DataType::kF16) {
       FlagPositive<F16>(y, block.size(), flags);
     } else {
       FlagPositive<BF16>(y, block.size(), flags);
@@ -931,7 +931,7 @@ A ScaleOf(const BatchNormArgs& args, int64_t group, int64_t channel) {
 }
 
 template <typename A>
-ffi::Error RunForward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, bool relu) {
+Error RunForward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, bool relu) {
   const View view(args.shape);
   for (int64_t group = 0; group < args.shape.groups; ++group) {
     const Table<A, kForwardNumbers> table(view, [&](int64_t c, A* numbers) {
@@ -941,11 +941,11 @@ ffi::Error RunForward(ffi::ThreadPool& pool, const BatchNormArgs& args, double e
     });
     Elementwise(pool, Forward<A>{args, table, relu}, args.shape, group);
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 template <typename E>
-ffi::Error RunBackward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, int64_t replicas) {
+Error RunBackward(ffi::ThreadPool& pool, const BatchNormArgs& args, double epsilon, int64_t replicas) {
   using A = Acc<E>;
   const View view(args.shape);
   const bool reduced = args.dx && (args.dbias || args.dmean);
@@ -973,13 +973,13 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const BatchNormArgs& args, double 
     });
     Elementwise(pool, Backward<E>{args, table, reduced}, args.shape, group);
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // ---- Handlers ----
 
-ffi::Error BatchNormStats(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                          int64_t axis, int64_t end, int64_t operand_names, int64_t result_names) {
+Error BatchNormStats(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                     int64_t axis, int64_t end, int64_t operand_names, int64_t result_names) {
   BatchNormArgs args;
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
@@ -993,18 +993,17 @@ ffi::Error BatchNormStats(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi
   });
 }
 
-ffi::Error BatchNormFwd(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                        bool relu) {
+Error BatchNormFwd(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                   int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon, bool relu) {
   BatchNormArgs args;
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormFwd(operand_names, result_names, relu));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
-  if (args.shape.group_size() == 0) return ffi::Error::Success();
+  if (args.shape.group_size() == 0) return Error::Success();
   return DispatchAcc(args.dtype, [&]<typename A>(A) { return RunForward<A>(pool, args, epsilon, relu); });
 }
 
-ffi::Error BatchNormSums(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                         int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon) {
+Error BatchNormSums(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                    int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon) {
   BatchNormArgs args;
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormSums(operand_names, result_names));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
@@ -1013,13 +1012,13 @@ ffi::Error BatchNormSums(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi:
   });
 }
 
-ffi::Error BatchNormDx(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                       int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                       int64_t replicas) {
+Error BatchNormDx(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
+                  int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
+                  int64_t replicas) {
   BatchNormArgs args;
   JAXNORM_RETURN_IF_ERROR(CheckBatchNormDx(operand_names, result_names, replicas));
   JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
-  if (args.shape.group_size() == 0) return ffi::Error::Success();
+  if (args.shape.group_size() == 0) return Error::Success();
   return DispatchElement(args.dtype, [&]<typename E>(E) { return RunBackward<E>(pool, args, epsilon, replicas); });
 }
 

@@ -6,16 +6,16 @@
 
 namespace jaxnorm {
 
-void Widen(ffi::DataType dtype, const void* from, float* to, int64_t n) {
-  if (dtype == ffi::F16) {
+void Widen(DataType dtype, const void* from, float* to, int64_t n) {
+  if (dtype == DataType::kF16) {
     ToAccRun(static_cast<const F16*>(from), to, n);
   } else {
     ToAccRun(static_cast<const BF16*>(from), to, n);
   }
 }
 
-void Narrow(ffi::DataType dtype, const float* from, void* to, int64_t n) {
-  if (dtype == ffi::F16) {
+void Narrow(DataType dtype, const float* from, void* to, int64_t n) {
+  if (dtype == DataType::kF16) {
     FromAccRun(from, static_cast<F16*>(to), n);
   } else {
     FromAccRun(from, static_cast<BF16*>(to), n);

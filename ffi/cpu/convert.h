@@ -9,34 +9,34 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "registry.h"
+#include "call.h"
 #include "simd.h"
 
 namespace jaxnorm {
 
 // to[i] = from[i] for n elements; dtype is float16 or bfloat16.
-void Widen(ffi::DataType dtype, const void* from, float* to, int64_t n);
-void Narrow(ffi::DataType dtype, const float* from, void* to, int64_t n);
+void Widen(DataType dtype, const void* from, float* to, int64_t n);
+void Narrow(DataType dtype, const float* from, void* to, int64_t n);
 
 // Whether elements of `dtype` are of type E, else they are converted to it.
 template <typename E>
-JAXNORM_INLINE bool IsNative(ffi::DataType dtype) {
-  return !std::is_same_v<E, float> || dtype == ffi::F32;
+JAXNORM_INLINE bool IsNative(DataType dtype) {
+  return !std::is_same_v<E, float> || dtype == DataType::kF32;
 }
 
 // The address of element i.
 template <typename E>
-JAXNORM_INLINE const void* At(ffi::DataType dtype, const void* array, int64_t i) {
+JAXNORM_INLINE const void* At(DataType dtype, const void* array, int64_t i) {
   return static_cast<const char*>(array) + i * (IsNative<E>(dtype) ? sizeof(E) : sizeof(uint16_t));
 }
 template <typename E>
-JAXNORM_INLINE void* At(ffi::DataType dtype, void* array, int64_t i) {
+JAXNORM_INLINE void* At(DataType dtype, void* array, int64_t i) {
   return static_cast<char*>(array) + i * (IsNative<E>(dtype) ? sizeof(E) : sizeof(uint16_t));
 }
 
 // Elements of `dtype` to those of type E, and back.
 template <typename E>
-JAXNORM_INLINE void Read(ffi::DataType dtype, const void* from, E* to, int64_t n) {
+JAXNORM_INLINE void Read(DataType dtype, const void* from, E* to, int64_t n) {
   if (IsNative<E>(dtype)) {
     std::copy_n(static_cast<const E*>(from), n, to);
   } else if constexpr (std::is_same_v<E, float>) {
@@ -44,7 +44,7 @@ JAXNORM_INLINE void Read(ffi::DataType dtype, const void* from, E* to, int64_t n
   }
 }
 template <typename E>
-JAXNORM_INLINE void Write(ffi::DataType dtype, const E* from, void* to, int64_t n) {
+JAXNORM_INLINE void Write(DataType dtype, const E* from, void* to, int64_t n) {
   if (IsNative<E>(dtype)) {
     std::copy_n(from, n, static_cast<E*>(to));
   } else if constexpr (std::is_same_v<E, float>) {
@@ -54,20 +54,20 @@ JAXNORM_INLINE void Write(ffi::DataType dtype, const E* from, void* to, int64_t 
 
 // Element i alone.
 template <typename A>
-JAXNORM_INLINE A ValueAt(ffi::DataType dtype, const void* array, int64_t i) {
-  if (dtype == ffi::F16) return ToAcc(static_cast<const F16*>(array)[i]);
-  if (dtype == ffi::BF16) return ToAcc(static_cast<const BF16*>(array)[i]);
+JAXNORM_INLINE A ValueAt(DataType dtype, const void* array, int64_t i) {
+  if (dtype == DataType::kF16) return ToAcc(static_cast<const F16*>(array)[i]);
+  if (dtype == DataType::kBF16) return ToAcc(static_cast<const BF16*>(array)[i]);
   return static_cast<const A*>(array)[i];
 }
 
-// Calls body(E{}) with the type that loops over elements of `dtype` are compiled for; body returns an ffi::Error.
+// Calls body(E{}) with the type that loops over elements of `dtype` are compiled for; body returns an Error.
 template <typename Body>
-ffi::Error DispatchElement(ffi::DataType dtype, Body&& body) {
-  return dtype == ffi::F16 ? body(float{}) : DispatchFloat(dtype, body);
+Error DispatchElement(DataType dtype, Body&& body) {
+  return dtype == DataType::kF16 ? body(float{}) : DispatchFloat(dtype, body);
 }
 // The same for loops that do not take BF16.
 template <typename Body>
-ffi::Error DispatchAcc(ffi::DataType dtype, Body&& body) {
+Error DispatchAcc(DataType dtype, Body&& body) {
   return DispatchFloat(dtype, [&]<typename T>(T) { return body(Acc<T>{}); });
 }
 

@@ -12,7 +12,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "cross_entropy_args.h"
+#include "cross_entropy_parse.h"
 #include "parallel.h"
 #include "short_rows.h"
 #include "simd.h"
@@ -371,7 +371,7 @@ bool SuitsBlocks(const CrossEntropyArgs& args) {
 
 // Calls f(row, rows) for blocks of rows that lie side by side.
 template <typename A, typename F>
-ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
+Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
   const int64_t width = BlockWidth<A>(shape.inner), blocks = (shape.inner + width - 1) / width;
   ParallelFor(pool, shape.outer * blocks, width * shape.axis, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -379,7 +379,7 @@ ffi::Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
       f(i / blocks * shape.inner + first, std::min(width, shape.inner - first));
     }
   });
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // The labels of rows [row, row + rows), which begin at x, `row_pitch` elements apart; from class to class it is `pitch`.
@@ -462,14 +462,14 @@ JAXNORM_SIMD_CLONES void BackwardShortRows(const CrossEntropyArgs& args, int64_t
 
 // Rows are independent; a thread takes several short ones: f(begin, end).
 template <typename F>
-ffi::Error ForRows(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
+Error ForRows(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
   ParallelFor(pool, args.shape.rows(), args.shape.axis, f);
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
-ffi::Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::RemainingArgs rest,
-                           ffi::Result<ffi::AnyBuffer> nll, ffi::Result<ffi::AnyBuffer> lse, int64_t axis,
-                           double smoothing) {
+Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::RemainingArgs rest,
+                      ffi::Result<ffi::AnyBuffer> nll, ffi::Result<ffi::AnyBuffer> lse, int64_t axis,
+                      double smoothing) {
   CrossEntropyArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyFwd(x, labels, rest, *nll, *lse, axis, smoothing, &args));
   JAXNORM_CHECK(SuitsBlocks(args));
@@ -481,9 +481,9 @@ ffi::Error CrossEntropyFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   });
 }
 
-ffi::Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer lse, ffi::AnyBuffer labels,
-                           ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                           int64_t axis, double smoothing) {
+Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer lse, ffi::AnyBuffer labels,
+                      ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                      int64_t axis, double smoothing) {
   CrossEntropyArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, labels, a, b, rest, *out, axis, smoothing, &args));
   JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, AccDtype(args.dtype), out->dimensions(), axis, true, &args.lse));

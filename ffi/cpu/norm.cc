@@ -13,7 +13,7 @@
 
 #include "convert.h"
 #include "loops.h"
-#include "norm_args.h"
+#include "norm_parse.h"
 #include "norm_rows.h"
 #include "norm_short.h"
 #include "parallel.h"
@@ -358,7 +358,7 @@ void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, ty
 }
 
 template <typename A>
-ffi::Error RunForward(ffi::ThreadPool& pool, const NormFwdArgs& args) {
+Error RunForward(ffi::ThreadPool& pool, const NormFwdArgs& args) {
   const int64_t rows = std::max<int64_t>(1, kGrainElements / args.shape.cols);
   const Grid grid(args.shape, kLongestChunk<A>, rows);
   if (args.shape.cols <= kShortRow && !args.mask) {
@@ -366,13 +366,13 @@ ffi::Error RunForward(ffi::ThreadPool& pool, const NormFwdArgs& args) {
   } else {
     RunBlocks(pool, Forward<A>{args}, grid, static_cast<A*>(nullptr), 0);
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // Columns [begin, end) of all blocks' partial sums, added up; `out` is where column `begin` belongs.
 template <typename A>
 JAXNORM_SIMD_CLONES void AddPartials(const A* sums, int64_t blocks, int64_t pitch, int64_t begin, int64_t end,
-                                     ffi::DataType dtype, void* out) {
+                                     DataType dtype, void* out) {
   constexpr int64_t kTogether = 256;
   A totals[kTogether];
   for (int64_t start = begin; start < end; start += kTogether) {
@@ -388,7 +388,7 @@ JAXNORM_SIMD_CLONES void AddPartials(const A* sums, int64_t blocks, int64_t pitc
 }
 
 template <typename A>
-ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
+Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
   const NormShape& shape = args.shape;
   const int64_t group_size = shape.rows_per_group * shape.cols;
   const auto run = [&](const Grid& grid, A* sums, int64_t pitch) {
@@ -401,7 +401,7 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
   if (args.dscale == nullptr && args.dbias == nullptr) {
     const Grid grid(shape, kLongestChunk<A>, std::max<int64_t>(1, kGrainElements / shape.cols));
     run(grid, nullptr, 0);
-    return ffi::Error::Success();
+    return Error::Success();
   }
   // Partial sums cost two rows per block, so blocks have many rows; enough blocks for the threads there may be.
   constexpr int64_t kLeastRows = 16, kMostBlocks = 64;
@@ -413,7 +413,7 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
   run(grid, sums.get(), pitch);
 
   const int64_t per_group = grid.blocks_per_group;
-  const ffi::DataType dtype = args.gradient_dtype;
+  const DataType dtype = args.gradient_dtype;
   for (auto [out, offset] : {std::pair{args.dscale, int64_t{0}}, std::pair{args.dbias, pitch / 2}}) {
     if (out == nullptr) continue;
     const A* from = sums.get() + offset;
@@ -430,14 +430,14 @@ ffi::Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
       });
     }
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // ---- Handlers ----
 
-ffi::Error NormFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                   ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double epsilon,
-                   double scale_offset, int64_t operands) {
+Error NormFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+              ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double epsilon,
+              double scale_offset, int64_t operands) {
   NormFwdArgs args;
   JAXNORM_RETURN_IF_ERROR(
       ParseNormFwd(x, rest, *y, results, axis, groups, center, epsilon, scale_offset, operands, &args));
@@ -447,17 +447,17 @@ ffi::Error NormFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs re
       if (statistic == nullptr) continue;
       std::fill_n(static_cast<A*>(statistic), args.shape.rows(), std::numeric_limits<A>::quiet_NaN());
     }
-    return ffi::Error::Success();
+    return Error::Success();
   });
 }
 
-ffi::Error NormBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArgs rest,
-                   ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double scale_offset,
-                   int64_t operands, int64_t need) {
+Error NormBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArgs rest,
+              ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double scale_offset,
+              int64_t operands, int64_t need) {
   NormBwdArgs args;
   JAXNORM_RETURN_IF_ERROR(
       ParseNormBwd(x, dy, rest, results, axis, groups, center, scale_offset, operands, need, &args));
-  if (args.shape.cols == 0) return ffi::Error::Success();
+  if (args.shape.cols == 0) return Error::Success();
   return DispatchAcc(args.dtype, [&]<typename A>(A) { return RunBackward<A>(pool, args); });
 }
 

@@ -30,7 +30,7 @@ __attribute__((noinline)) A* ThreadBuffer(BufferUse use) {
 
 // The elements as a loop reads them. `again`: the buffer holds them already.
 template <typename A>
-JAXNORM_INLINE const A* Stage(ffi::DataType dtype, const void* from, int64_t n, BufferUse use, bool again = false) {
+JAXNORM_INLINE const A* Stage(DataType dtype, const void* from, int64_t n, BufferUse use, bool again = false) {
   if (IsNative<A>(dtype)) return static_cast<const A*>(from);
   A* buffer = ThreadBuffer<A>(use);
   if (!again) Read(dtype, from, buffer, n);
@@ -39,7 +39,7 @@ JAXNORM_INLINE const A* Stage(ffi::DataType dtype, const void* from, int64_t n, 
 
 // out[i] = f(i). May overwrite the buffer, if f(i) reads that at i alone.
 template <typename A, typename F>
-JAXNORM_INLINE void Store(ffi::DataType dtype, void* out, int64_t n, BufferUse use, F f) {
+JAXNORM_INLINE void Store(DataType dtype, void* out, int64_t n, BufferUse use, F f) {
   A* to = IsNative<A>(dtype) ? static_cast<A*>(out) : ThreadBuffer<A>(use);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) to[i] = f(i);
@@ -60,7 +60,7 @@ JAXNORM_INLINE int64_t OffsetIn(const Operand& operand, const Chunk& chunk) {
 
 // The elements of an operand in a chunk, wherever `dtype` has them.
 template <typename A>
-JAXNORM_INLINE const A* StageChunk(ffi::DataType dtype, const Operand& operand, const Chunk& chunk, BufferUse use,
+JAXNORM_INLINE const A* StageChunk(DataType dtype, const Operand& operand, const Chunk& chunk, BufferUse use,
                                    bool again = false) {
   return Stage<A>(dtype, At<A>(dtype, operand.data, OffsetIn(operand, chunk)), chunk.n, use, again);
 }
@@ -87,8 +87,8 @@ JAXNORM_INLINE A CountOf(const uint8_t* mask, int64_t n) {
 // Parameters of a group, for the columns of a chunk: in place if they can be read as they are, else in a buffer;
 // `absent` where there are none.
 template <typename A>
-JAXNORM_INLINE const A* LoadParameter(const NormParameter& parameter, ffi::DataType dtype, int64_t group,
-                                      const Chunk& chunk, A absent, A offset, BufferUse use) {
+JAXNORM_INLINE const A* LoadParameter(const NormParameter& parameter, DataType dtype, int64_t group, const Chunk& chunk,
+                                      A absent, A offset, BufferUse use) {
   if (!parameter) {
     A* buffer = ThreadBuffer<A>(use);
     std::fill_n(buffer, chunk.n, absent);
@@ -104,12 +104,12 @@ JAXNORM_INLINE const A* LoadParameter(const NormParameter& parameter, ffi::DataT
 }
 
 template <typename A>
-JAXNORM_INLINE const A* LoadFactor(const NormParameter& scale, ffi::DataType dtype, int64_t group, const Chunk& chunk,
+JAXNORM_INLINE const A* LoadFactor(const NormParameter& scale, DataType dtype, int64_t group, const Chunk& chunk,
                                    double offset) {
   return LoadParameter<A>(scale, dtype, group, chunk, A{1}, static_cast<A>(offset), kFactor);
 }
 template <typename A>
-JAXNORM_INLINE const A* LoadShift(const NormParameter& bias, ffi::DataType dtype, int64_t group, const Chunk& chunk) {
+JAXNORM_INLINE const A* LoadShift(const NormParameter& bias, DataType dtype, int64_t group, const Chunk& chunk) {
   return LoadParameter<A>(bias, dtype, group, chunk, A{0}, A{0}, kShift);
 }
 

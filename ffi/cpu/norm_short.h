@@ -17,8 +17,8 @@ namespace jaxnorm {
 
 // Rows [row, row + n) as loops read them.
 template <typename A>
-JAXNORM_INLINE const A* ReadRows(ffi::DataType dtype, const Operand& operand, const NormShape& shape, int64_t row,
-                                 int64_t n, bool in_place, A* buffer) {
+JAXNORM_INLINE const A* ReadRows(DataType dtype, const Operand& operand, const NormShape& shape, int64_t row, int64_t n,
+                                 bool in_place, A* buffer) {
   if (operand.elements == shape.size()) {
     const void* from = At<A>(dtype, operand.data, row * shape.cols);
     if (in_place) return static_cast<const A*>(from);

@@ -6,7 +6,7 @@
 
 #include "bits.h"
 #include "parallel.h"
-#include "relu_args.h"
+#include "relu_parse.h"
 #include "simd.h"
 
 namespace jaxnorm {
@@ -92,29 +92,29 @@ JAXNORM_SIMD_CLONES void RunBlocks(const Block& block, int64_t size, int64_t col
 }
 
 template <typename Block>
-ffi::Error RunRows(ffi::ThreadPool& pool, const ReluArgs& args, const Block& block) {
+Error RunRows(ffi::ThreadPool& pool, const ReluArgs& args, const Block& block) {
   // Where cols % 8 == 0 the masks of all rows adjoin, so the array is one row: cut it anew, into pieces for threads.
   const int64_t cols = args.cols % 8 == 0 ? kGrainElements : args.cols;
   ParallelFor(pool, (args.size() + cols - 1) / cols, cols,
               [&](int64_t begin, int64_t end) { RunBlocks(block, args.size(), cols, begin, end); });
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
-ffi::Error ReluFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                   ffi::Result<ffi::AnyBuffer> mask) {
+Error ReluFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+              ffi::Result<ffi::AnyBuffer> mask) {
   ReluArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseReluFwd(x, rest, *y, *mask, &args));
-  if (args.size() == 0) return ffi::Error::Success();
+  if (args.size() == 0) return Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     return args.z == nullptr ? RunRows(pool, args, ReluFwdBlock<T, false>{args.x, nullptr, args.y, args.mask})
                              : RunRows(pool, args, ReluFwdBlock<T, true>{args.x, args.z, args.y, args.mask});
   });
 }
 
-ffi::Error ReluBwd(ffi::ThreadPool pool, ffi::AnyBuffer mask, ffi::AnyBuffer t, ffi::Result<ffi::AnyBuffer> out) {
+Error ReluBwd(ffi::ThreadPool pool, ffi::AnyBuffer mask, ffi::AnyBuffer t, ffi::Result<ffi::AnyBuffer> out) {
   ReluArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseRelu(t, *out, mask, &args));
-  if (args.size() == 0) return ffi::Error::Success();
+  if (args.size() == 0) return Error::Success();
   return DispatchFloat(args.dtype,
                        [&]<typename T>(T) { return RunRows(pool, args, ReluBwdBlock<T>{args.mask, args.x, args.y}); });
 }

@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "bits.h"
-#include "buffers.h"
+#include "call.h"
 #include "simd.h"
 
 namespace jaxnorm {

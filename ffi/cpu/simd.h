@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "registry.h"
+#include "call.h"
 
 #define JAXNORM_INLINE inline __attribute__((always_inline))
 // The same for lambdas, where the attribute follows the parameter list.
@@ -255,20 +255,20 @@ JAXNORM_INLINE float Log(float x) {
 }
 JAXNORM_INLINE double Log(double x) { return std::log(x); }
 
-// Calls body(T{}) with the element type that `dtype` names; body returns an ffi::Error.
+// Calls body(T{}) with the element type that `dtype` names; body returns an Error.
 template <typename Body>
-ffi::Error DispatchFloat(ffi::DataType dtype, Body&& body) {
+Error DispatchFloat(DataType dtype, Body&& body) {
   switch (dtype) {
-    case ffi::F16:
+    case DataType::kF16:
       return body(F16{});
-    case ffi::BF16:
+    case DataType::kBF16:
       return body(BF16{});
-    case ffi::F32:
+    case DataType::kF32:
       return body(float{});
-    case ffi::F64:
+    case DataType::kF64:
       return body(double{});
     default:
-      return ffi::Error::InvalidArgument("jaxnorm: the dtype must be float16, bfloat16, float32 or float64");
+      return Error::InvalidArgument("jaxnorm: the dtype must be float16, bfloat16, float32 or float64");
   }
 }
 

@@ -17,7 +17,7 @@
 
 #include "parallel.h"
 #include "simd.h"
-#include "softmax_args.h"
+#include "softmax_parse.h"
 
 namespace jaxnorm {
 namespace {
@@ -840,12 +840,12 @@ void RunChunk(const Kernel<A>& kernel, const Tile& tile, Steps steps, A* stats) 
 // The shape alone decides how the work is cut and in which order statistics are merged, and so the results: the number
 // of threads and their timing do not matter.
 template <typename A>
-ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
+Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
   const Grid grid = MakeGrid<A>(kernel.shape, kernel.column_tile, kernel.in_place);
   if (grid.chunks == 1) {
     ParallelFor(pool, grid.groups, grid.width * grid.chunk,
                 [&](int64_t begin, int64_t end) { RunWhole(kernel, grid, begin, end); });
-    return ffi::Error::Success();
+    return Error::Success();
   }
 
   const int64_t stride = kernel.stats * grid.width, units = grid.groups * grid.parts;
@@ -877,7 +877,7 @@ ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
       statistics(unit);
       results(unit);
     });
-    return ffi::Error::Success();
+    return Error::Success();
   }
   // A group that is too large for the cache is spread over the threads, step by step.
   for_each(units, part_elements, statistics);
@@ -886,24 +886,24 @@ ffi::Error RunTiles(ffi::ThreadPool& pool, const Kernel<A>& kernel) {
     for (int64_t i = 1; i < grid.parts; ++i) kernel.Merge(total + i * stride, total, grid.tile(group, 0).width);
   });
   for_each(units, part_elements, results);
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // ---- Handlers ----
 
-ffi::Error SoftmaxFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                      int64_t axis, double factor, bool log, int64_t operands) {
+Error SoftmaxFwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                 int64_t axis, double factor, bool log, int64_t operands) {
   SoftmaxFwdArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseSoftmaxFwd(x, rest, *y, axis, factor, log, operands, &args));
-  if (args.shape.size() == 0) return ffi::Error::Success();
+  if (args.shape.size() == 0) return Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(T) { return RunTiles<Acc<T>>(pool, FwdKernel<T>(args)); });
 }
 
-ffi::Error SoftmaxBwd(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest,
-                      ffi::Result<ffi::AnyBuffer> out, int64_t axis, double factor, int64_t form) {
+Error SoftmaxBwd(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest,
+                 ffi::Result<ffi::AnyBuffer> out, int64_t axis, double factor, int64_t form) {
   SoftmaxBwdArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseSoftmaxBwd(y, t, rest, *out, axis, factor, form, &args));
-  if (args.shape.size() == 0) return ffi::Error::Success();
+  if (args.shape.size() == 0) return Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     switch (args.form) {
       case SoftmaxForm::kSoftmax:

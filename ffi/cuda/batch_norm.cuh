@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "batch_norm_args.h"
+#include "calls.h"
 #include "cuda/bits.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/operand.cuh"
@@ -74,7 +75,7 @@ struct GroupArrays {
 // Calls launch(GroupArrays) for as many groups at a time as lie evenly in every array: for all, unless several vmaps
 // mapped different operands.
 template <typename F>
-ffi::Error ForGroups(const BatchNormArgs& args, F&& launch) {
+Error ForGroups(const BatchNormArgs& args, F&& launch) {
   using B = BatchNormArgs;
   using G = GroupArrays;
   constexpr std::pair<BatchNormBuffer B::*, GroupArray G::*> kMembers[] = {{&B::x, &G::x},
@@ -112,7 +113,7 @@ ffi::Error ForGroups(const BatchNormArgs& args, F&& launch) {
     }
     JAXNORM_RETURN_IF_ERROR(launch(arrays));
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // Whether arrays of T begin on 16 bytes for every group.
@@ -610,12 +611,12 @@ inline Bits BitsOf(const BatchNormArgs& args) {
   if (!args.bits) return Bits::kNone;
   // Rows of whole bytes, or one row, whose spare bits come after the last element.
   const bool flat = args.shape.last % 8 == 0 || args.shape.group_size() == args.shape.last;
-  return flat && !args.mask && ffi::ByteWidth(args.dtype) < 8 ? Bits::kFlat : Bits::kRagged;
+  return flat && !args.mask && ByteWidth(args.dtype) < 8 ? Bits::kFlat : Bits::kRagged;
 }
 
 // Calls f with the std::integral_constant of them.
 template <typename T, typename F>
-ffi::Error DispatchBits(const BatchNormArgs& args, F&& f) {
+Error DispatchBits(const BatchNormArgs& args, F&& f) {
   const Bits bits = BitsOf(args);
   if (bits == Bits::kNone) return f(std::integral_constant<Bits, Bits::kNone>());
   if constexpr (sizeof(T) < 8) {
@@ -703,37 +704,6 @@ inline Spans MakeSpans(const Lines& lines, int64_t groups, int64_t at_once, int 
   spans.blocks = spans.spans * lines.tiles;
   spans.aligned = aligned;
   return spans;
-}
-
-// A call with its device.
-struct BatchNormCall {
-  BatchNormArgs args;
-  const DeviceInfo* device;
-
-  ffi::Error Parse(ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups, int64_t axis, int64_t end,
-                   int64_t operand_names, int64_t result_names) {
-    JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
-    return ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args);
-  }
-};
-
-// The passes, each in a file of its own. `scratch` is what Python gives a reduction. That of the sums also writes dresidual,
-// if the call has it; the bits are no ragged ones then.
-ffi::Error RunBatchNormStats(cudaStream_t stream, const BatchNormCall& call, ffi::AnyBuffer scratch);
-ffi::Error RunBatchNormFwd(cudaStream_t stream, const BatchNormCall& call, double epsilon, bool relu);
-ffi::Error RunBatchNormSums(cudaStream_t stream, const BatchNormCall& call, double epsilon, ffi::AnyBuffer scratch);
-ffi::Error RunBatchNormDx(cudaStream_t stream, const BatchNormCall& call, double epsilon, int64_t replicas);
-
-inline auto BatchNormBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<int64_t>("groups")
-      .Attr<int64_t>("axis")
-      .Attr<int64_t>("end")
-      .Attr<int64_t>("operands")
-      .Attr<int64_t>("results");
 }
 
 }  // namespace jaxnorm

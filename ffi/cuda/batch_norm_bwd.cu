@@ -131,16 +131,16 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 
 // If the device can hold x and dy; then *done is set.
 template <typename T, Bits kBits>
-ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
-                       int64_t replicas, ffi::AnyBuffer scratch, bool* done) {
+Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
+                  int64_t replicas, Scratch scratch, bool* done) {
   ResidentPlan plan;
   Grid grid;
   *done = PlanResident<T, 2, kNumbers, (kBits != Bits::kNone)>(device, args.shape, scratch, &plan, &grid);
-  if (!*done) return ffi::Error::Success();
+  if (!*done) return Error::Success();
   plan.inverse_count /= static_cast<float>(replicas);
   return ForGroups(args, [&](const GroupArrays& arrays) {
     *done = AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual);
-    if (!*done) return ffi::Error::Success();
+    if (!*done) return Error::Success();
     plan.arrays[0] = arrays.dy.data;
     plan.arrays[1] = arrays.x.data;
     const auto launch = [&](auto alike) {
@@ -151,34 +151,28 @@ ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const Batc
   });
 }
 
-ffi::Error BatchNormBwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                        int64_t replicas) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormBwd(operand_names, result_names, replicas));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
-  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
-  if (scratch.has_error()) return scratch.error();
+}  // namespace
+
+Error RunBatchNormBwd(cudaStream_t stream, const BatchNormArgs& args, double epsilon, int64_t replicas,
+                      Scratch scratch) {
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
   bool done = false;
-  JAXNORM_RETURN_IF_ERROR(IfResident(call.args, [&]<typename T>(std::type_identity<T>, auto bits) {
-    return RunResident<T, bits>(*call.device, stream, call.args, epsilon, replicas, **scratch, &done);
+  JAXNORM_RETURN_IF_ERROR(IfResident(args, [&]<typename T>(std::type_identity<T>, auto bits) {
+    return RunResident<T, bits>(*device, stream, args, epsilon, replicas, scratch, &done);
   }));
-  if (done) return ffi::Error::Success();
+  if (done) return Error::Success();
   // The residual's cotangent is g: written by the first pass, it is what the second one reads, without bits. With ragged
   // bits, for which the threads of a block wait for each other, the first pass has no time for that.
-  BatchNormCall sums = call, dx = call;
-  if (BitsOf(call.args) == Bits::kRagged) {
-    sums.args.dresidual = {};
-  } else if (call.args.dresidual) {
-    dx.args.dy = std::exchange(dx.args.dresidual, {});
-    dx.args.bits = {};
+  BatchNormArgs sums = args, dx = args;
+  if (BitsOf(args) == Bits::kRagged) {
+    sums.dresidual = {};
+  } else if (args.dresidual) {
+    dx.dy = std::exchange(dx.dresidual, {});
+    dx.bits = {};
   }
-  JAXNORM_RETURN_IF_ERROR(RunBatchNormSums(stream, sums, epsilon, **scratch));
+  JAXNORM_RETURN_IF_ERROR(RunBatchNormSums(stream, sums, epsilon, scratch));
   return RunBatchNormDx(stream, dx, epsilon, replicas);
 }
 
-JAXNORM_REGISTER(batch_norm_bwd, BatchNormBwd, BatchNormBinding().Attr<double>("epsilon").Attr<int64_t>("replicas"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
 // ---- Launch ----
 
 template <typename T, Bits kBits, bool kTerms, bool kMasked>
-ffi::Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
-                 int64_t replicas) {
+Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
+            int64_t replicas) {
   const Lines lines = MakeLines(args.shape, MostColumns<T>(args.shape));
   const double n = static_cast<double>(args.shape.reduced()) * static_cast<double>(replicas);
   return ForGroups(args, [&](const GroupArrays& arrays) {
@@ -160,35 +160,21 @@ ffi::Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormA
 
 }  // namespace
 
-ffi::Error RunBatchNormDx(cudaStream_t stream, const BatchNormCall& call, double epsilon, int64_t replicas) {
-  const BatchNormArgs& args = call.args;
-  if (args.shape.groups * args.shape.group_size() == 0) return ffi::Error::Success();
+Error RunBatchNormDx(cudaStream_t stream, const BatchNormArgs& args, double epsilon, int64_t replicas) {
+  if (args.shape.groups * args.shape.group_size() == 0) return Error::Success();
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
     return DispatchBits<T>(args, [&](auto bits) {
       if (!args.dx || !(args.dbias || args.dmean)) {
-        return RunDx<T, bits, false, false>(*call.device, stream, args, epsilon, replicas);
+        return RunDx<T, bits, false, false>(*device, stream, args, epsilon, replicas);
       }
       if constexpr (bits != Bits::kFlat) {
-        if (args.mask) return RunDx<T, bits, true, true>(*call.device, stream, args, epsilon, replicas);
+        if (args.mask) return RunDx<T, bits, true, true>(*device, stream, args, epsilon, replicas);
       }
-      return RunDx<T, bits, true, false>(*call.device, stream, args, epsilon, replicas);
+      return RunDx<T, bits, true, false>(*device, stream, args, epsilon, replicas);
     });
   });
 }
 
-namespace {
-
-ffi::Error BatchNormDx(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                       int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                       int64_t replicas) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormDx(operand_names, result_names, replicas));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
-  return RunBatchNormDx(stream, call, epsilon, replicas);
-}
-
-JAXNORM_REGISTER(batch_norm_dx, BatchNormDx, BatchNormBinding().Attr<double>("epsilon").Attr<int64_t>("replicas"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

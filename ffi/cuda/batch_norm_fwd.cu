@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
 // ---- Launch ----
 
 template <typename T, bool kResidual, Bits kBits>
-ffi::Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu) {
+Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu) {
   constexpr int kBeyond = kBits == Bits::kRagged;  // threads
   const Lines lines = MakeLines(args.shape, (kBatchNormThreads<T> - kBeyond) * kCols);
   return ForGroups(args, [&](const GroupArrays& arrays) {
@@ -107,30 +107,16 @@ ffi::Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNorm
 
 }  // namespace
 
-ffi::Error RunBatchNormFwd(cudaStream_t stream, const BatchNormCall& call, double epsilon, bool relu) {
-  const BatchNormArgs& args = call.args;
-  if (args.shape.groups * args.shape.group_size() == 0) return ffi::Error::Success();
+Error RunBatchNormFwd(cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu) {
+  if (args.shape.groups * args.shape.group_size() == 0) return Error::Success();
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
     return DispatchBits<T>(args, [&](auto bits) {
-      return args.residual ? RunFwd<T, true, bits>(*call.device, stream, args, epsilon, relu)
-                           : RunFwd<T, false, bits>(*call.device, stream, args, epsilon, relu);
+      return args.residual ? RunFwd<T, true, bits>(*device, stream, args, epsilon, relu)
+                           : RunFwd<T, false, bits>(*device, stream, args, epsilon, relu);
     });
   });
 }
 
-namespace {
-
-ffi::Error BatchNormFwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                        int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                        bool relu) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormFwd(operand_names, result_names, relu));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
-  return RunBatchNormFwd(stream, call, epsilon, relu);
-}
-
-JAXNORM_REGISTER(batch_norm_fwd, BatchNormFwd, BatchNormBinding().Attr<double>("epsilon").Attr<bool>("relu"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -287,17 +287,17 @@ inline bool IsKeptByL2(const DeviceInfo& device, int64_t bytes) { return bytes <
 // Runs kernel(grid, spans, walk, partials) and the last step. A block reads `batch` lines of each row at once, in up to
 // `runs` runs. The partials have the room that Python gives them.
 template <typename T, typename P, typename F>
-ffi::Error Reduce(const DeviceInfo& device, cudaStream_t stream, const GroupArrays& arrays, const Lines& lines,
-                  int batch, int runs, bool aligned, double epsilon, ffi::AnyBuffer scratch, F&& kernel) {
+Error Reduce(const DeviceInfo& device, cudaStream_t stream, const GroupArrays& arrays, const Lines& lines, int batch,
+             int runs, bool aligned, double epsilon, Scratch scratch, F&& kernel) {
   const int shift = std::countr_zero(static_cast<uint64_t>(std::gcd(lines.inner, int64_t{kCols})));
   // A tile has fewer than 2^16 entries.
   const auto run = static_cast<int>(std::min(lines.inner >> shift, int64_t{1} << 16));
   const auto repeat = static_cast<int>(std::min(lines.cols >> shift, int64_t{1} << 18));
-  Partials<P> partials{static_cast<P*>(scratch.untyped_data()), MaxSlots(lines), 1, shift, run, repeat};
+  Partials<P> partials{static_cast<P*>(scratch.data), MaxSlots(lines), 1, shift, run, repeat};
   Spans spans;
   if (lines.size > 0) {
     const int64_t room =  // spans
-        static_cast<int64_t>(scratch.size_bytes() / sizeof(P)) / (arrays.groups * lines.tiles * partials.slots);
+        static_cast<int64_t>(scratch.bytes / sizeof(P)) / (arrays.groups * lines.tiles * partials.slots);
     JAXNORM_CHECK(room >= 1);
     // Blocks that run at once and no more: each has partial results to merge and to write.
     spans = MakeSpans(lines, arrays.groups, kReduceBlocks * device.sms, 1, batch, 1, aligned, room);

@@ -112,7 +112,7 @@ inline bool IsAlike(const BatchNormShape& shape) { return shape.inner % kCols ==
 // Cuts an array so that the blocks of one wave can hold kArrays such arrays, with a byte for each 8 elements if kBits, and
 // kNumbers of each channel. False if they cannot, or if columns lie otherwise.
 template <typename T, int kArrays, int kNumbers, bool kBits>
-bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::AnyBuffer scratch, ResidentPlan* plan,
+bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch scratch, ResidentPlan* plan,
                   Grid* grid) {
   constexpr int64_t kLeastColumns = 1024;  // each copy takes time
   constexpr int64_t kMostRelayed = 128;    // channels: for more of them this takes longer than two passes
@@ -124,7 +124,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
   if (!device.clusters || shape.groups != 1 || size == 0 || cols % kCols != 0 || (!alike && shape.inner != 1))
     return false;
   if (size / kCols * kCellBytes > shared_bytes * blocks) return false;
-  const auto posts_room = static_cast<int64_t>(scratch.size_bytes() / sizeof(Post<Sums>));
+  const auto posts_room = static_cast<int64_t>(scratch.bytes / sizeof(Post<Sums>));
   int64_t best = INT64_MAX;
   const auto consider = [&](int64_t tile, int64_t spans) {
     const int64_t tiles = cols / tile, row_threads = tile / kCols;
@@ -161,7 +161,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
         turns * threads * kCellBytes + (sharers == 1 ? 0 : kExchange + (relayed ? kExchange : post_bytes));
     if (cost >= best) return;
     best = cost;
-    auto* const posts = static_cast<Post<Sums>*>(scratch.untyped_data());
+    auto* const posts = static_cast<Post<Sums>*>(scratch.data);
     const int64_t columns = std::min(tile, shape.inner);  // of a channel
     const auto narrow = [](int64_t n) { return static_cast<uint32_t>(n); };
     const auto narrow16 = [](int64_t n) { return static_cast<uint16_t>(n); };
@@ -215,15 +215,15 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, ffi::An
 
 // Calls run(std::type_identity<T>(), std::integral_constant<Bits>()) where there are kernels for such a call.
 template <typename F>
-ffi::Error IfResident(const BatchNormArgs& args, F&& run) {
+Error IfResident(const BatchNormArgs& args, F&& run) {
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T> type) {
     if constexpr (sizeof(T) < 8) {
       return DispatchBits<T>(args, [&](auto bits) {
         if constexpr (bits != Bits::kRagged) return run(type, bits);
-        return ffi::Error::Success();
+        return Error::Success();
       });
     }
-    return ffi::Error::Success();
+    return Error::Success();
   });
 }
 

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kRead == Read::kMasked ?
 }
 
 template <typename T, Read kRead>
-ffi::Error RunStats(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, ffi::AnyBuffer scratch) {
+Error RunStats(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, Scratch scratch) {
   const Lines lines = ReduceLines<T>(args.shape, true);
   return ForGroups(args, [&](const GroupArrays& arrays) {
     return Reduce<T, Moments<AccT<T>>>(
@@ -118,33 +118,19 @@ ffi::Error RunStats(const DeviceInfo& device, cudaStream_t stream, const BatchNo
 
 }  // namespace
 
-ffi::Error RunBatchNormStats(cudaStream_t stream, const BatchNormCall& call, ffi::AnyBuffer scratch) {
-  if (call.args.shape.groups * call.args.shape.channels == 0) return ffi::Error::Success();
-  return DispatchFloat(call.args.dtype, [&]<typename T>(std::type_identity<T>) {
-    const BatchNormArgs& args = call.args;
-    if (args.mask) return RunStats<T, Read::kMasked>(*call.device, stream, args, scratch);
+Error RunBatchNormStats(cudaStream_t stream, const BatchNormArgs& args, Scratch scratch) {
+  if (args.shape.groups * args.shape.channels == 0) return Error::Success();
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    if (args.mask) return RunStats<T, Read::kMasked>(*device, stream, args, scratch);
     if constexpr (sizeof(T) < 8) {  // nobody waits for float64
-      if (args.shape.groups == 1 && IsKeptByL2(*call.device, args.shape.group_size() * sizeof(T))) {
-        return RunStats<T, Read::kKeepEnd>(*call.device, stream, args, scratch);
+      if (args.shape.groups == 1 && IsKeptByL2(*device, args.shape.group_size() * sizeof(T))) {
+        return RunStats<T, Read::kKeepEnd>(*device, stream, args, scratch);
       }
     }
-    return RunStats<T, Read::kAll>(*call.device, stream, args, scratch);
+    return RunStats<T, Read::kAll>(*device, stream, args, scratch);
   });
 }
 
-namespace {
-
-ffi::Error BatchNormStats(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                          int64_t axis, int64_t end, int64_t operand_names, int64_t result_names) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
-  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
-  if (scratch.has_error()) return scratch.error();
-  return RunBatchNormStats(stream, call, **scratch);
-}
-
-JAXNORM_REGISTER(batch_norm_stats, BatchNormStats, BatchNormBinding(), {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
 }
 
 template <typename T, Bits kBits, Need kNeed>
-ffi::Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
-                   ffi::AnyBuffer scratch) {
+Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
+              Scratch scratch) {
   const Lines lines = ReduceLines<T>(args.shape, kBits != Bits::kRagged);
   const int touched = kNeed == Need::kBias ? 1 : kNeed == Need::kBoth ? 2 : 3;
   const int64_t bytes = args.shape.groups * lines.size * sizeof(T) * touched;
@@ -98,36 +98,20 @@ ffi::Error RunSums(const DeviceInfo& device, cudaStream_t stream, const BatchNor
 
 }  // namespace
 
-ffi::Error RunBatchNormSums(cudaStream_t stream, const BatchNormCall& call, double epsilon, ffi::AnyBuffer scratch) {
-  if (call.args.shape.groups * call.args.shape.channels == 0) return ffi::Error::Success();
-  return DispatchFloat(call.args.dtype, [&]<typename T>(std::type_identity<T>) {
-    return DispatchBits<T>(call.args, [&](auto bits) {
-      const auto run = [&]<Need kNeed>() {
-        return RunSums<T, bits, kNeed>(*call.device, stream, call.args, epsilon, scratch);
-      };
+Error RunBatchNormSums(cudaStream_t stream, const BatchNormArgs& args, double epsilon, Scratch scratch) {
+  if (args.shape.groups * args.shape.channels == 0) return Error::Success();
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    return DispatchBits<T>(args, [&](auto bits) {
+      const auto run = [&]<Need kNeed>() { return RunSums<T, bits, kNeed>(*device, stream, args, epsilon, scratch); };
       if constexpr (bits != Bits::kRagged) {
-        if (call.args.dresidual) return run.template operator()<Need::kStore>();
+        if (args.dresidual) return run.template operator()<Need::kStore>();
       }
-      if (call.args.dscale) return run.template operator()<Need::kBoth>();
+      if (args.dscale) return run.template operator()<Need::kBoth>();
       return run.template operator()<Need::kBias>();
     });
   });
 }
 
-namespace {
-
-ffi::Error BatchNormSums(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                         int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormSums(operand_names, result_names));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
-  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
-  if (scratch.has_error()) return scratch.error();
-  return RunBatchNormSums(stream, call, epsilon, **scratch);
-}
-
-JAXNORM_REGISTER(batch_norm_sums, BatchNormSums, BatchNormBinding().Attr<double>("epsilon"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -146,15 +146,15 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 
 // If the device can hold x; then *done is set.
 template <typename T, bool kResidual, Bits kBits>
-ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon,
-                       bool relu, ffi::AnyBuffer scratch, bool* done) {
+Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu,
+                  Scratch scratch, bool* done) {
   ResidentPlan plan;
   Grid grid;
   *done = PlanResident<T, 1, kNumbers, false>(device, args.shape, scratch, &plan, &grid);
-  if (!*done) return ffi::Error::Success();
+  if (!*done) return Error::Success();
   return ForGroups(args, [&](const GroupArrays& arrays) {
     *done = AllAligned<T>(arrays.x, arrays.residual, arrays.y);
-    if (!*done) return ffi::Error::Success();
+    if (!*done) return Error::Success();
     plan.arrays[0] = arrays.x.data;
     const auto launch = [&](auto alike) {
       return Launch<BatchNormTrainKernel<T, kResidual, kBits, alike>>(
@@ -165,27 +165,19 @@ ffi::Error RunResident(const DeviceInfo& device, cudaStream_t stream, const Batc
   });
 }
 
-ffi::Error BatchNormTrain(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
-                          int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
-                          bool relu) {
-  BatchNormCall call;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormTrain(operand_names, result_names, relu));
-  JAXNORM_RETURN_IF_ERROR(call.Parse(operands, results, groups, axis, end, operand_names, result_names));
-  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
-  if (scratch.has_error()) return scratch.error();
+}  // namespace
+
+Error RunBatchNormTrain(cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu, Scratch scratch) {
+  const DeviceInfo* device;
+  JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
   bool done = false;
-  JAXNORM_RETURN_IF_ERROR(IfResident(call.args, [&]<typename T>(std::type_identity<T>, auto bits) {
-    return call.args.residual
-               ? RunResident<T, true, bits>(*call.device, stream, call.args, epsilon, relu, **scratch, &done)
-               : RunResident<T, false, bits>(*call.device, stream, call.args, epsilon, relu, **scratch, &done);
+  JAXNORM_RETURN_IF_ERROR(IfResident(args, [&]<typename T>(std::type_identity<T>, auto bits) {
+    return args.residual ? RunResident<T, true, bits>(*device, stream, args, epsilon, relu, scratch, &done)
+                         : RunResident<T, false, bits>(*device, stream, args, epsilon, relu, scratch, &done);
   }));
-  if (done) return ffi::Error::Success();
-  JAXNORM_RETURN_IF_ERROR(RunBatchNormStats(stream, call, **scratch));
-  return RunBatchNormFwd(stream, call, epsilon, relu);
+  if (done) return Error::Success();
+  JAXNORM_RETURN_IF_ERROR(RunBatchNormStats(stream, args, scratch));
+  return RunBatchNormFwd(stream, args, epsilon, relu);
 }
 
-JAXNORM_REGISTER(batch_norm_train, BatchNormTrain, BatchNormBinding().Attr<double>("epsilon").Attr<bool>("relu"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -3,6 +3,7 @@
 #ifndef JAXNORM_CUDA_CROSS_ENTROPY_CUH_
 #define JAXNORM_CUDA_CROSS_ENTROPY_CUH_
 
+#include "calls.h"
 #include "cross_entropy_args.h"
 #include "softmax.cuh"
 
@@ -260,8 +261,7 @@ struct CrossEntropyRows {
 
 // `simple`: all operands are full, and there is no `where`.
 template <template <typename, Mode> typename Op>
-ffi::Error LaunchCrossEntropy(cudaStream_t stream, const CrossEntropyArgs& args, ffi::AnyBuffer scratch,
-                              const char* name) {
+Error LaunchCrossEntropy(cudaStream_t stream, const CrossEntropyArgs& args, Scratch scratch, const char* name) {
   const int64_t rows = args.shape.rows();
   bool simple = !args.where;
   for (const Operand* operand : {&args.labels, &args.a, &args.b}) {

@@ -157,28 +157,10 @@ struct CrossEntropyBwd : CrossEntropyRows<T_, kMode_, false, true> {
   }
 };
 
-ffi::Error CrossEntropyBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::AnyBuffer a,
-                                  ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                                  ffi::Result<ffi::AnyBuffer> scratch, int64_t axis, double smoothing) {
-  CrossEntropyArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, labels, a, b, rest, *out, axis, smoothing, &args));
-  if (args.shape.size() == 0) return ffi::Error::Success();
-  return LaunchCrossEntropy<CrossEntropyBwd>(stream, args, *scratch, "cross_entropy_bwd");
+}  // namespace
+
+Error RunCrossEntropyBwd(cudaStream_t stream, const CrossEntropyArgs& args, Scratch scratch) {
+  return LaunchCrossEntropy<CrossEntropyBwd>(stream, args, scratch, "cross_entropy_bwd");
 }
 
-JAXNORM_REGISTER(cross_entropy_bwd, CrossEntropyBwdHandler,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()
-                     .Arg<ffi::AnyBuffer>()
-                     .Arg<ffi::AnyBuffer>()
-                     .Arg<ffi::AnyBuffer>()
-                     .RemainingArgs()
-                     .Ret<ffi::AnyBuffer>()
-                     .Ret<ffi::AnyBuffer>()
-                     .Attr<int64_t>("axis")
-                     .Attr<double>("smoothing"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -100,7 +100,7 @@ struct CrossEntropyFwd : CrossEntropyRows<T_, kMode_, kSmooth, false> {
 };
 
 // With smoothing (cross_entropy_smooth.cu).
-ffi::Error LaunchSmoothCrossEntropyFwd(cudaStream_t stream, const CrossEntropyArgs& args, ffi::AnyBuffer scratch);
+Error LaunchSmoothCrossEntropyFwd(cudaStream_t stream, const CrossEntropyArgs& args, Scratch scratch);
 
 }  // namespace jaxnorm
 

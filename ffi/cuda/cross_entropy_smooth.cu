@@ -9,7 +9,7 @@ using Smooth = CrossEntropyFwd<T, kMode, true>;
 
 }  // namespace
 
-ffi::Error LaunchSmoothCrossEntropyFwd(cudaStream_t stream, const CrossEntropyArgs& args, ffi::AnyBuffer scratch) {
+Error LaunchSmoothCrossEntropyFwd(cudaStream_t stream, const CrossEntropyArgs& args, Scratch scratch) {
   return LaunchCrossEntropy<Smooth>(stream, args, scratch, "cross_entropy_fwd");
 }
 

@@ -9,7 +9,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "registry.h"
+#include "call.h"
 #include "vec.cuh"
 
 namespace jaxnorm {
@@ -38,7 +38,7 @@ inline bool HasHopperCode(int major, int minor) {
 }
 
 // Of the current device, which XLA makes that of the call's stream. Cached: handlers run on every execution.
-inline ffi::Error CurrentDevice(const DeviceInfo** info) {
+inline Error CurrentDevice(const DeviceInfo** info) {
   static std::array<DeviceInfo, kMaxDevices> devices;
   static std::array<std::atomic<bool>, kMaxDevices> known;
   static std::mutex mutex;
@@ -46,7 +46,7 @@ inline ffi::Error CurrentDevice(const DeviceInfo** info) {
   if (cudaError_t status = cudaGetDevice(&ordinal); status != cudaSuccess) {
     return LaunchStatus(status, "cudaGetDevice");
   }
-  if (ordinal >= kMaxDevices) return ffi::Error::Internal("jaxnorm: more than 64 devices in one process");
+  if (ordinal >= kMaxDevices) return Error::Internal("jaxnorm: more than 64 devices in one process");
   if (!known[ordinal].load(std::memory_order_acquire)) {
     const std::lock_guard lock(mutex);
     DeviceInfo d;
@@ -68,7 +68,7 @@ inline ffi::Error CurrentDevice(const DeviceInfo** info) {
     known[ordinal].store(true, std::memory_order_release);
   }
   *info = &devices[ordinal];
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 // Of shared memory, kept for a kernel's own variables; the dynamic part can have the rest.
@@ -157,8 +157,7 @@ int ActiveClusters(const DeviceInfo& device, int threads, int cluster) {
 // Launches kKernel(args...). The opt-in to large shared memory belongs to a kernel and a device, so it is remembered
 // for both; a process may use several devices.
 template <auto kKernel, typename... Args>
-ffi::Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& grid, const char* name,
-                  const Args&... args) {
+Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& grid, const char* name, const Args&... args) {
   static std::atomic<uint64_t> opted_in{0};
   const uint64_t bit = uint64_t{1} << device.ordinal;
   if (grid.shared_bytes > 48 * 1024 - kStaticSharedBytes && !(opted_in.load(std::memory_order_relaxed) & bit)) {
@@ -170,7 +169,7 @@ ffi::Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& gri
     opted_in.fetch_or(bit, std::memory_order_relaxed);
   }
   if (grid.blocks > INT32_MAX) {
-    return ffi::Error::InvalidArgument(std::string("jaxnorm: ") + name + ": more than 2^31 - 1 thread blocks");
+    return Error::InvalidArgument(std::string("jaxnorm: ") + name + ": more than 2^31 - 1 thread blocks");
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid.blocks));

@@ -2,6 +2,7 @@
 #ifndef JAXNORM_CUDA_NORM_CUH_
 #define JAXNORM_CUDA_NORM_CUH_
 
+#include "calls.h"
 #include "norm_args.h"
 #include "rows.cuh"
 

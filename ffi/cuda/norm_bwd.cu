@@ -395,8 +395,8 @@ int RowsThatMemoryFeeds(const DeviceInfo& device, const Op& op, int most, int st
 }
 
 template <typename Op>
-ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                         ffi::AnyBuffer scratch) {
+Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                    Scratch scratch) {
   using T = typename Op::T;
   using Acc = typename Op::Acc;
   const int slots = Op::kMode == Mode::kRagged ? op.cols / Op::kVec : op.Slots(), outputs = op.Outputs();
@@ -437,7 +437,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
   if constexpr (Op::kMode == Mode::kPlain) {
     const bool large = cluster > 4 && op.arrays == 2;
     const bool few = cluster > 1 && op.rows < (large ? 4 + 3 * outputs : 5) * at_least;
-    auto status = ffi::Error::Success();
+    auto status = Error::Success();
     if ((at_least == 0 || few) && LaunchNormBwdFew(device, stream, op, args, scratch, &status)) return status;
   }
   if (at_least == 0 || (cluster > 1 && op.rows < 2 * at_least)) {
@@ -503,8 +503,7 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
                     MayMeet(device, op, most, scratch);
   int64_t most_parts = INT32_MAX;
   if (outputs > 0 && !meet) {
-    most_parts =
-        static_cast<int64_t>(scratch.size_bytes()) / (args.shape.groups * PartBytes<Acc>(outputs * op.cols, false));
+    most_parts = static_cast<int64_t>(scratch.bytes) / (args.shape.groups * PartBytes<Acc>(outputs * op.cols, false));
     JAXNORM_CHECK(most_parts > 0);
   }
   if (at_once % ways != 0 || std::min(most, most_parts) < ways) plan.segments = ways;
@@ -524,36 +523,31 @@ ffi::Error LaunchNormBwd(const DeviceInfo& device, cudaStream_t stream, const Op
                      .shared_bytes = block_bytes(plan.stages),
                      .cluster = cluster,
                      .cooperative = meet};
-  const NormBwdParts<Acc> parts(scratch.untyped_data(), outputs * op.cols, plan.blocks, meet);
+  const NormBwdParts<Acc> parts(scratch.data, outputs * op.cols, plan.blocks, meet);
   const auto launch = [&]<bool kCluster>(std::bool_constant<kCluster>) {
     return Launch<NormBwdKernel<Op, kCluster>>(device, stream, grid, "norm_bwd", op, plan, parts, Gradients<Op>(args));
   };
-  const ffi::Error status = cluster > 1 ? launch(std::true_type()) : launch(std::false_type());
+  const Error status = cluster > 1 ? launch(std::true_type()) : launch(std::false_type());
   if (status.failure() || outputs == 0 || meet) return status;
   return LaunchSum(device, stream, op, args, parts.partials, plan.Parts());
 }
 
-ffi::Error NormBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArgs rest,
-                          ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double scale_offset,
-                          int64_t operands, int64_t need) {
-  NormBwdArgs args;
-  JAXNORM_RETURN_IF_ERROR(
-      ParseNormBwd(x, dy, rest, results, axis, groups, center, scale_offset, operands, need, &args));
+}  // namespace
+
+Error RunNormBwd(cudaStream_t stream, const NormBwdArgs& args, Scratch scratch) {
   const NormShape& shape = args.shape;
   JAXNORM_CHECK(shape.cols < INT32_MAX / 2);  // positions within a row are 32-bit; Python lowers the formula instead
   if (shape.size() == 0) {
-    const size_t bytes = shape.groups * shape.cols * ffi::ByteWidth(args.gradient_dtype);
+    const size_t bytes = shape.groups * shape.cols * ByteWidth(args.gradient_dtype);
     for (void* out : {args.dscale, args.dbias}) {
       if (out == nullptr || bytes == 0) continue;
       JAXNORM_RETURN_IF_ERROR(LaunchStatus(cudaMemsetAsync(out, 0, bytes, stream), "norm_bwd"));
     }
-    return ffi::Error::Success();
+    return Error::Success();
   }
-  auto scratch = results.get<ffi::AnyBuffer>(results.size() - 1);
-  if (scratch.has_error()) return scratch.error();
   const DeviceInfo* device;
   JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
-  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> ffi::Error {
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> Error {
     bool full = !args.mask && args.mean.elements == (args.center ? shape.rows() : 0) &&
                 args.rstd.elements == shape.rows() && (args.dx == nullptr || IsVecAligned(args.dx));
     for (const Operand* a : {&args.x, &args.dy, &args.dsum}) {
@@ -564,30 +558,14 @@ ffi::Error NormBwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer 
       using Ragged = NormBwd<T, Mode::kRagged>;
       if (full && shape.cols % kVecSize<T> == 0) {
         const Plain plain(args);
-        auto status = ffi::Error::Success();
-        if (LaunchNormBwdShort(*device, stream, plain, args, **scratch, &status)) return status;
-        return LaunchNormBwd(*device, stream, plain, args, **scratch);
+        auto status = Error::Success();
+        if (LaunchNormBwdShort(*device, stream, plain, args, scratch, &status)) return status;
+        return LaunchNormBwd(*device, stream, plain, args, scratch);
       }
-      if (full) return LaunchNormBwd(*device, stream, Ragged(args), args, **scratch);
+      if (full) return LaunchNormBwd(*device, stream, Ragged(args), args, scratch);
     }
-    return LaunchNormBwd(*device, stream, NormBwd<T, Mode::kGeneral>(args), args, **scratch);
+    return LaunchNormBwd(*device, stream, NormBwd<T, Mode::kGeneral>(args), args, scratch);
   });
 }
 
-JAXNORM_REGISTER(norm_bwd, NormBwdHandler,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()
-                     .Arg<ffi::AnyBuffer>()
-                     .RemainingArgs()
-                     .RemainingRets()
-                     .Attr<int64_t>("axis")
-                     .Attr<int64_t>("groups")
-                     .Attr<bool>("center")
-                     .Attr<double>("scale_offset")
-                     .Attr<int64_t>("operands")
-                     .Attr<int64_t>("need"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

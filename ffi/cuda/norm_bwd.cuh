@@ -434,11 +434,11 @@ int64_t PartBytes(int width, bool meet) {
 // partial sums, take longer than a second launch.
 inline constexpr int64_t kMaxPostBytes = 5 << 19;
 template <typename Op>
-bool MayMeet(const DeviceInfo& device, const Op& op, int64_t blocks, ffi::AnyBuffer scratch) {
+bool MayMeet(const DeviceInfo& device, const Op& op, int64_t blocks, Scratch scratch) {
   const int64_t array_bytes = op.rows * op.cols * static_cast<int64_t>(sizeof(typename Op::T));
   const int64_t post_bytes = blocks * PartBytes<typename Op::Acc>(op.Outputs() * op.cols, true);
   return op.Outputs() > 0 && op.arrays == 2 && 3 * array_bytes <= device.l2_bytes &&
-         post_bytes <= std::min(kMaxPostBytes, static_cast<int64_t>(scratch.size_bytes()));
+         post_bytes <= std::min(kMaxPostBytes, static_cast<int64_t>(scratch.bytes));
 }
 
 // Leaves the sums of the `sets` rows of `total`, which is in shared memory, as part `part`; by all threads of a block.
@@ -497,8 +497,8 @@ NormBwdGradients Gradients(const NormBwdArgs& args) {
 
 // Adds up `parts` rows of partial sums for each group.
 template <typename Op>
-ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                     const typename Op::Acc* partials, int64_t parts) {
+Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                const typename Op::Acc* partials, int64_t parts) {
   using T = typename Op::T;
   const int64_t width = int64_t{op.Outputs()} * op.cols, total = args.shape.groups * width;
   const auto launch = [&]<int kWide>(std::integral_constant<int, kWide>) {
@@ -521,17 +521,17 @@ ffi::Error LaunchSum(const DeviceInfo& device, cudaStream_t stream, const Op& op
 // Short rows: defined in norm_bwd_short.cu for the kPlain operations. False if it does not suit.
 template <typename Op>
 bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                        ffi::AnyBuffer scratch, ffi::Error* status);
+                        Scratch scratch, Error* status);
 
 // Few and long rows: defined in norm_bwd_few.cu for the kPlain operations. False if it does not suit.
 template <typename Op>
 bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                      ffi::AnyBuffer scratch, ffi::Error* status);
+                      Scratch scratch, Error* status);
 
 // Rows that no cluster can hold, or few long ones: defined in norm_bwd_long.cu.
 template <typename Op>
-ffi::Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                             ffi::AnyBuffer scratch);
+Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                        Scratch scratch);
 
 }  // namespace jaxnorm
 

@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kFewThreads + kExchangeWarps * kWarp, 1)
 
 template <typename Op>
 bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                      ffi::AnyBuffer scratch, ffi::Error* status) {
+                      Scratch scratch, Error* status) {
   using Acc = typename Op::Acc;
   using Sums = typename Op::Sums;
   if (args.shape.groups != 1 || !op.need_x) return false;
@@ -265,13 +265,13 @@ bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& o
       plan.groups == 1 ? 0 : int64_t{plan.groups} * op.Outputs() * op.cols * static_cast<int64_t>(sizeof(Acc));
   if (plan.rows > kFewRows || plan.groups > std::min(device.sms, kMaxPosts) ||
       plan.chunk_slots > kFewThreads * kFewSlots || WideWindow::kStages * row_bytes > room ||
-      post_bytes + partial_bytes > static_cast<int64_t>(scratch.size_bytes())) {
+      post_bytes + partial_bytes > static_cast<int64_t>(scratch.bytes)) {
     return false;
   }
-  plan.posts = static_cast<Post<Sums>*>(scratch.untyped_data());
+  plan.posts = static_cast<Post<Sums>*>(scratch.data);
   plan.gradient_posts = plan.posts + posts;
   plan.tag = LaunchTag();
-  Acc* const partials = reinterpret_cast<Acc*>(static_cast<char*>(scratch.untyped_data()) + post_bytes);
+  Acc* const partials = reinterpret_cast<Acc*>(static_cast<char*>(scratch.data) + post_bytes);
   const auto launch = [&]<typename Window>(Window) {
     const Grid grid = {.blocks = int64_t{plan.groups} * plan.chunks,
                        .threads = kFewThreads + kExchangeWarps * kWarp,
@@ -286,7 +286,7 @@ bool LaunchNormBwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& o
 
 #define JAXNORM_INSTANTIATE(T)                                                                                         \
   template bool LaunchNormBwdFew(const DeviceInfo&, cudaStream_t, const NormBwd<T, Mode::kPlain>&, const NormBwdArgs&, \
-                                 ffi::AnyBuffer, ffi::Error*);
+                                 Scratch, Error*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)

@@ -139,13 +139,13 @@ __global__ void __launch_bounds__(kLongThreads, Op::kMode == Mode::kPlain ? 4 : 
 }  // namespace
 
 template <typename Op>
-ffi::Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                             ffi::AnyBuffer scratch) {
+Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
+                        Scratch scratch) {
   using Acc = typename Op::Acc;
   using Sums = typename Op::Sums;
   const NormShape& shape = args.shape;
   const bool parameters = op.Outputs() > 0;
-  const int64_t capacity = static_cast<int64_t>(scratch.size_bytes() / sizeof(Acc));
+  const int64_t capacity = static_cast<int64_t>(scratch.bytes / sizeof(Acc));
   const int64_t part_size = shape.groups * op.Outputs() * shape.cols;  // partial sums of a slice
   NormBwdLongPlan plan;
   plan.chunks = static_cast<int>(CeilDiv(op.Slots(), kLongThreads * kLongSlots));
@@ -156,8 +156,8 @@ ffi::Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, cons
   if (!parameters) plan.rows = std::min(plan.rows, capacity / sums_per_row);
   const int64_t left = capacity - plan.rows * sums_per_row;
   JAXNORM_CHECK(plan.rows > 0 && left >= 0);
-  auto* const sums = static_cast<Sums*>(scratch.untyped_data());
-  auto* const partials = static_cast<Acc*>(scratch.untyped_data()) + plan.rows * sums_per_row;
+  auto* const sums = static_cast<Sums*>(scratch.data);
+  auto* const partials = static_cast<Acc*>(scratch.data) + plan.rows * sums_per_row;
   // Enough slices to fill the device, if each has rows enough for what its partial sums cost.
   int64_t slices = CeilDiv(8 * device.sms, plan.tiles);
   if (parameters) slices = std::min({slices, plan.rows / 16, left / part_size});
@@ -176,13 +176,13 @@ ffi::Error LaunchNormBwdLong(const DeviceInfo& device, cudaStream_t stream, cons
           device, stream, grid, "norm_bwd", op, plan, static_cast<const Sums*>(sums), partials, Gradients<Op>(args)));
     }
   }
-  if (!parameters || plan.slices == 1) return ffi::Error::Success();
+  if (!parameters || plan.slices == 1) return Error::Success();
   return LaunchSum(device, stream, op, args, partials, plan.slices);
 }
 
-#define JAXNORM_INSTANTIATE(T, mode)                                                                                  \
-  template ffi::Error LaunchNormBwdLong(const DeviceInfo&, cudaStream_t, const NormBwd<T, mode>&, const NormBwdArgs&, \
-                                        ffi::AnyBuffer);
+#define JAXNORM_INSTANTIATE(T, mode)                                                                             \
+  template Error LaunchNormBwdLong(const DeviceInfo&, cudaStream_t, const NormBwd<T, mode>&, const NormBwdArgs&, \
+                                   Scratch);
 JAXNORM_INSTANTIATE(double, Mode::kGeneral)
 JAXNORM_INSTANTIATE(float, Mode::kPlain)
 JAXNORM_INSTANTIATE(float, Mode::kRagged)

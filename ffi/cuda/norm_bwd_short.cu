@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kMaxShortBwdWarps<kCenter, kItems>* kWarp, kSh
 
 template <typename Op>
 bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const NormBwdArgs& args,
-                        ffi::AnyBuffer scratch, ffi::Error* status) {
+                        Scratch scratch, Error* status) {
   using Acc = typename Op::Acc;
   const int slots = op.Slots(), outputs = op.Outputs();
   if (slots < 4 || slots > 2 * kWarp || op.rows > INT32_MAX / 2 || args.shape.groups > 1 || op.arrays != 2 ||
@@ -159,7 +159,7 @@ bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op&
   int64_t most = std::min(int64_t{device.sms} * kShortBwdBlocks, op.rows);
   const bool meet = MayMeet(device, op, most, scratch);
   if (outputs > 0 && !meet) {
-    most = std::min(most, static_cast<int64_t>(scratch.size_bytes()) / PartBytes<Acc>(outputs * op.cols, false));
+    most = std::min(most, static_cast<int64_t>(scratch.bytes) / PartBytes<Acc>(outputs * op.cols, false));
     if (most == 0) return false;
   }
   const auto launch = [&]<bool kCenter, int kLanes, int kItems, bool kFull>() {
@@ -172,10 +172,10 @@ bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op&
                        .threads = static_cast<int>(warps * kWarp),
                        .shared_bytes = static_cast<int>(warps * outputs * op.cols * int64_t{sizeof(Acc)}),
                        .cooperative = meet};
-    const NormBwdParts<Acc> parts(scratch.untyped_data(), outputs * op.cols, grid.blocks, meet);
+    const NormBwdParts<Acc> parts(scratch.data, outputs * op.cols, grid.blocks, meet);
     constexpr auto kKernel = NormBwdShortKernel<Op, kCenter, kLanes, kItems, kRows, kFull>;
     *status = Launch<kKernel>(device, stream, grid, "norm_bwd", op, parts, Gradients<Op>(args));
-    if (status->success() && outputs > 0 && !meet) {
+    if (!status->failure() && outputs > 0 && !meet) {
       *status = LaunchSum(device, stream, op, args, parts.partials, grid.blocks);
     }
     return true;
@@ -210,7 +210,7 @@ bool LaunchNormBwdShort(const DeviceInfo& device, cudaStream_t stream, const Op&
 
 #define JAXNORM_INSTANTIATE(T)                                                                       \
   template bool LaunchNormBwdShort(const DeviceInfo&, cudaStream_t, const NormBwd<T, Mode::kPlain>&, \
-                                   const NormBwdArgs&, ffi::AnyBuffer, ffi::Error*);
+                                   const NormBwdArgs&, Scratch, Error*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)

@@ -6,12 +6,12 @@ namespace jaxnorm {
 namespace {
 
 // float64 takes the general mode always: it is there to be right, not to fill the code with more kernels.
-ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyBuffer scratch) {
+Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, Scratch scratch) {
   const NormShape& shape = args.shape;
   JAXNORM_CHECK(shape.cols < INT32_MAX / 2);  // positions within a row are 32-bit; Python lowers the formula instead
   const DeviceInfo* device;
   JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
-  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> ffi::Error {
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> Error {
     constexpr const char* name = "norm_fwd";
     using General = NormFwd<T, Mode::kGeneral>;
     const General general(args);
@@ -27,7 +27,7 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
     if constexpr (!std::is_same_v<T, double>) {
       const NormFwd<T, Mode::kRagged> ragged(args);
       const bool aligned = full && whole && general.scale.VecAligned() && general.bias.VecAligned();
-      auto status = ffi::Error::Success();
+      auto status = Error::Success();
       if (aligned && slots >= kMinSplitSlots && !general.grouped) {
         const NormFwd<T, Mode::kPlain> plain(args);
         if (LaunchNormFwdFew(*device, stream, plain, slots, scratch, name, &status)) return status;
@@ -63,42 +63,19 @@ ffi::Error LaunchNormFwd(cudaStream_t stream, const NormFwdArgs& args, ffi::AnyB
   });
 }
 
-ffi::Error NormFwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                          ffi::RemainingRets results, int64_t axis, int64_t groups, bool center, double epsilon,
-                          double scale_offset, int64_t operands) {
-  NormFwdArgs args;
-  JAXNORM_RETURN_IF_ERROR(
-      ParseNormFwd(x, rest, *y, results, axis, groups, center, epsilon, scale_offset, operands, &args));
-  // The sum, the mean, rstd, and last the scratch of rows that are split.
-  const size_t outputs = (args.sum != nullptr ? 1 : 0) + (center ? 1 : 0) + 1;
-  auto scratch = results.get<ffi::AnyBuffer>(outputs);
-  if (scratch.has_error()) return scratch.error();
+}  // namespace
+
+Error RunNormFwd(cudaStream_t stream, const NormFwdArgs& args, Scratch scratch) {
   const int64_t rows = args.shape.rows();
-  if (rows == 0) return ffi::Error::Success();
-  if (args.shape.cols > 0) return LaunchNormFwd(stream, args, **scratch);
+  if (rows == 0) return Error::Success();
+  if (args.shape.cols > 0) return LaunchNormFwd(stream, args, scratch);
   for (void* statistic : {args.mean, args.rstd}) {
     if (statistic == nullptr) continue;
-    const size_t bytes = rows * (args.dtype == ffi::F64 ? sizeof(double) : sizeof(float));
+    const size_t bytes = rows * ByteWidth(AccDtype(args.dtype));
     const cudaError_t status = cudaMemsetAsync(statistic, 0xff, bytes, stream);  // all bits set is a NaN
     JAXNORM_RETURN_IF_ERROR(LaunchStatus(status, "norm_fwd"));
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
-JAXNORM_REGISTER(norm_fwd, NormFwdHandler,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()
-                     .RemainingArgs()
-                     .Ret<ffi::AnyBuffer>()
-                     .RemainingRets()
-                     .Attr<int64_t>("axis")
-                     .Attr<int64_t>("groups")
-                     .Attr<bool>("center")
-                     .Attr<double>("epsilon")
-                     .Attr<double>("scale_offset")
-                     .Attr<int64_t>("operands"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -163,15 +163,15 @@ struct NormFwd {
         where(args.mask, rows) {}
 
   // Copies the parameters to `scratch`; false if it has no room for them.
-  bool ShiftParameters(const DeviceInfo& device, cudaStream_t stream, ffi::AnyBuffer scratch, const char* name,
-                       ffi::Error* status) {
+  bool ShiftParameters(const DeviceInfo& device, cudaStream_t stream, Scratch scratch, const char* name,
+                       Error* status) {
     static_assert(kShifted);
     if (scale.data == nullptr && bias.data == nullptr) return true;
     const auto shift = [&]<typename U>(std::type_identity<U>) {
       const int64_t pitch = ShiftedCopies::Pitch(cols, kVecSize<U>);
-      if (static_cast<int64_t>(scratch.size_bytes()) < 2 * kVecBytes * pitch) return false;
+      if (static_cast<int64_t>(scratch.bytes) < 2 * kVecBytes * pitch) return false;
       const auto from = [](const DeviceParameter<T>& parameter) { return static_cast<const U*>(parameter.data); };
-      U* const copies = static_cast<U*>(scratch.untyped_data());
+      U* const copies = static_cast<U*>(scratch.data);
       const Grid grid = {.blocks = CeilDiv(pitch, kShiftThreads), .threads = kShiftThreads};
       *status = Launch<ShiftParametersKernel<U>>(device, stream, grid, name, from(scale), from(bias), copies, cols);
       if (scale.data != nullptr) scale.data = copies;
@@ -537,42 +537,39 @@ constexpr int ShortRows(int lanes) { return lanes < 4 ? lanes : 4; }
 
 // Defined there for the kPlain operations; rows have their parameters in common.
 template <typename Op>
-ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name);
+Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name);
 
 // Defined in norm_fwd_at_once.cu for the kPlain operations of 16-bit elements; rows have their parameters in common. False if
 // it does not suit.
 template <typename Op>
-bool LaunchNormFwdAtOnce(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
-                         ffi::Error* status);
+bool LaunchNormFwdAtOnce(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, Error* status);
 
 // Defined in norm_fwd_chunk.cu for the kPlain operations, in norm_fwd_ragged.cu for kRagged; rows have their parameters in
 // common. False if it does not suit.
 template <typename Op>
-bool LaunchNormFwdChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
-                         ffi::Error* status);
+bool LaunchNormFwdChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, Error* status);
 template <typename Op>
-bool LaunchNormFwdRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
-                         ffi::Error* status);
+bool LaunchNormFwdRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, Error* status);
 
 // Defined in norm_fwd_bundle.cu for the kPlain operations, and for kRagged with kShifted, whose parameters are copied to
 // `scratch`; rows have their parameters in common. False if it does not suit.
 template <typename Op>
-bool LaunchNormFwdBundles(const DeviceInfo& device, cudaStream_t stream, Op op, ffi::AnyBuffer scratch,
-                          const char* name, ffi::Error* status);
+bool LaunchNormFwdBundles(const DeviceInfo& device, cudaStream_t stream, Op op, Scratch scratch, const char* name,
+                          Error* status);
 
 // Defined in norm_fwd_long_ragged.cu for the kRagged operations; rows have their parameters in common. False if it does not
 // suit.
 template <typename Op>
 bool LaunchNormFwdLongRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
-                             ffi::Error* status);
+                             Error* status);
 
 // Few rows, of at least that many slots, take norm_fwd_few.cu if all of their elements fit the multiprocessors' shared memory.
 inline constexpr int kMinSplitSlots = 8192;
 
 // Defined there for the kPlain operations; rows have their parameters in common. False if it does not suit.
 template <typename Op>
-bool LaunchNormFwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
-                      const char* name, ffi::Error* status);
+bool LaunchNormFwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, Scratch scratch,
+                      const char* name, Error* status);
 
 // Rows of more slots take norm_fwd_long.cu, where that suits: bundles of them have few rows, or many blocks to wait for.
 // Layer_norm has twice the parameters.
@@ -581,7 +578,7 @@ inline int MaxBundleSlots(bool center) { return center ? 2048 : 4096; }
 // Defined there for the kPlain operations; rows have their parameters in common. False if it does not suit.
 template <typename Op>
 bool LaunchNormFwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
-                       ffi::Error* status);
+                       Error* status);
 
 }  // namespace jaxnorm
 

@@ -185,8 +185,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) NormFwdAtOnceKernel(int steps, 
 }  // namespace
 
 template <typename Op>
-bool LaunchNormFwdAtOnce(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
-                         ffi::Error* status) {
+bool LaunchNormFwdAtOnce(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, Error* status) {
   if (!device.clusters || op.cols != kSlots * Op::kVec || op.Has(1) || op.rows <= int64_t{device.sms} * kShortRows) {
     return false;
   }
@@ -203,7 +202,7 @@ bool LaunchNormFwdAtOnce(const DeviceInfo& device, cudaStream_t stream, const Op
 
 #define JAXNORM_INSTANTIATE(T)                                                                        \
   template bool LaunchNormFwdAtOnce(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kPlain>&, \
-                                    const char* name, ffi::Error*);
+                                    const char* name, Error*);
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)
 #undef JAXNORM_INSTANTIATE

@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(BundleSize<Op>::kMaxThreads, BundleSize<Op>::k
 
 // Bundles of kRows rows; false if they do not suit.
 template <typename Op, bool kCenter, int kRows>
-bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, Op& op, ffi::AnyBuffer scratch, const char* name,
-                  ffi::Error* status) {
+bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, Op& op, Scratch scratch, const char* name,
+                  Error* status) {
   using Size = BundleSize<Op>;
   constexpr int kStep = kBundleStep<Op>, kSlots = Size::kSlotsPerThread / kRows;
   if (op.rows < kRows * kStep) return false;
@@ -319,8 +319,8 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, Op& op, ffi::An
 }  // namespace
 
 template <typename Op>
-bool LaunchNormFwdBundles(const DeviceInfo& device, cudaStream_t stream, Op op, ffi::AnyBuffer scratch,
-                          const char* name, ffi::Error* status) {
+bool LaunchNormFwdBundles(const DeviceInfo& device, cudaStream_t stream, Op op, Scratch scratch, const char* name,
+                          Error* status) {
   constexpr int kPairSlots = 512;  // of layer_norm, up to which two rows were measured to be better than four
   const auto launch = [&]<bool kCenter>() {
     const bool pairs = Op::kMode == Mode::kPlain && kCenter && op.cols <= kPairSlots * Op::kVec;
@@ -330,11 +330,11 @@ bool LaunchNormFwdBundles(const DeviceInfo& device, cudaStream_t stream, Op op, 
   return op.center ? launch.template operator()<true>() : launch.template operator()<false>();
 }
 
-#define JAXNORM_INSTANTIATE(T)                                                                                         \
-  template bool LaunchNormFwdBundles(const DeviceInfo&, cudaStream_t, NormFwd<T, Mode::kPlain>, ffi::AnyBuffer,        \
-                                     const char*, ffi::Error*);                                                        \
-  template bool LaunchNormFwdBundles(const DeviceInfo&, cudaStream_t, NormFwd<T, Mode::kRagged, true>, ffi::AnyBuffer, \
-                                     const char*, ffi::Error*);
+#define JAXNORM_INSTANTIATE(T)                                                                                        \
+  template bool LaunchNormFwdBundles(const DeviceInfo&, cudaStream_t, NormFwd<T, Mode::kPlain>, Scratch, const char*, \
+                                     Error*);                                                                         \
+  template bool LaunchNormFwdBundles(const DeviceInfo&, cudaStream_t, NormFwd<T, Mode::kRagged, true>, Scratch,       \
+                                     const char*, Error*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)

@@ -298,8 +298,7 @@ __global__ void __launch_bounds__(Size::kThreads, Size::Blocks(kAdd))
 }
 
 template <typename Op, bool kCenter, bool kAdd, bool kOdd, typename Size>
-bool LaunchChunkKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
-                       ffi::Error* status) {
+bool LaunchChunkKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, Error* status) {
   using T = typename Op::T;
   constexpr auto kKernel = NormFwdChunkKernel<Op, kCenter, kAdd, kOdd, Size>;
   constexpr int kUnit = kChunkUnit<Op>;
@@ -325,7 +324,7 @@ bool LaunchChunkKernel(const DeviceInfo& device, cudaStream_t stream, const Op& 
 
 // Calls LaunchChunkKernel of each size until one suits; false if none does.
 template <bool kOdd, typename... Size, typename Op>
-bool LaunchChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, ffi::Error* status) {
+bool LaunchChunks(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, Error* status) {
   const auto launch = [&]<bool kCenter, bool kAdd>() {
     return (LaunchChunkKernel<Op, kCenter, kAdd, kOdd, Size>(device, stream, op, name, status) || ...);
   };

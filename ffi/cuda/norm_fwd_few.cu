@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kFewThreads + kFewRows * kWarp, 1)
 }
 
 template <typename Op, bool kCenter>
-bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
-                  const char* name, ffi::Error* status) {
+bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, Scratch scratch,
+                  const char* name, Error* status) {
   using Acc = typename Op::Acc;
   const int64_t groups = CeilDiv(op.rows, kFewRows);
   if (groups > device.sms || op.Has(1)) return false;
@@ -200,10 +200,10 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, i
   const int64_t shared_bytes = int64_t{plan.chunk_slots} * kVecBytes * plan.rows;
   const int64_t posts = groups * kFewRows * chunks;
   if (shared_bytes > device.max_shared_bytes - kStaticSharedBytes ||
-      posts * static_cast<int64_t>(sizeof(*plan.posts)) > static_cast<int64_t>(scratch.size_bytes())) {
+      posts * static_cast<int64_t>(sizeof(*plan.posts)) > static_cast<int64_t>(scratch.bytes)) {
     return false;
   }
-  plan.posts = static_cast<Post<FewMoments<Acc>>*>(scratch.untyped_data());
+  plan.posts = static_cast<Post<FewMoments<Acc>>*>(scratch.data);
   plan.tag = LaunchTag();
   const Grid grid = {.blocks = groups * chunks,
                      .threads = kFewThreads + kFewRows * kWarp,
@@ -216,15 +216,15 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, i
 }  // namespace
 
 template <typename Op>
-bool LaunchNormFwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
-                      const char* name, ffi::Error* status) {
+bool LaunchNormFwdFew(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, Scratch scratch,
+                      const char* name, Error* status) {
   if (op.center) return LaunchKernel<Op, true>(device, stream, op, slots, scratch, name, status);
   return LaunchKernel<Op, false>(device, stream, op, slots, scratch, name, status);
 }
 
-#define JAXNORM_INSTANTIATE(T)                                                                                \
-  template bool LaunchNormFwdFew(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kPlain>&, int slots, \
-                                 ffi::AnyBuffer, const char*, ffi::Error*);
+#define JAXNORM_INSTANTIATE(T)                                                                                         \
+  template bool LaunchNormFwdFew(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kPlain>&, int slots, Scratch, \
+                                 const char*, Error*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 template <typename Op, bool kCenter>
 bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
-                  ffi::Error* status) {
+                  Error* status) {
   constexpr auto kKernel = NormFwdLongKernel<Op, kCenter>;
   const int arrays = op.Inputs(), max_part = (arrays == 1 ? kMaxThreads : kBlockThreads) * kLongSlots;
   RowsPlan plan;
@@ -208,14 +208,14 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, i
 
 template <typename Op>
 bool LaunchNormFwdLong(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
-                       ffi::Error* status) {
+                       Error* status) {
   if (op.center) return LaunchKernel<Op, true>(device, stream, op, slots, name, status);
   return LaunchKernel<Op, false>(device, stream, op, slots, name, status);
 }
 
 #define JAXNORM_INSTANTIATE(T)                                                                                 \
   template bool LaunchNormFwdLong(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kPlain>&, int slots, \
-                                  const char*, ffi::Error*);
+                                  const char*, Error*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)

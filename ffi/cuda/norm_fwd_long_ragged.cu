@@ -297,7 +297,7 @@ __global__ void __launch_bounds__((kWorkWarps + 1) * kWarp, 1)
 }
 
 template <bool kOdd, typename Op>
-bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, ffi::Error* status) {
+bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name, Error* status) {
   constexpr auto kKernel = NormFwdLongRaggedKernel<Op, kOdd>;
   LongRaggedPlan plan = {.words = op.cols / 2};
   if (plan.words < kMinWords) return false;
@@ -327,7 +327,7 @@ bool LaunchKernel(const DeviceInfo& device, cudaStream_t stream, const Op& op, c
 
 template <typename Op>
 bool LaunchNormFwdLongRagged(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name,
-                             ffi::Error* status) {
+                             Error* status) {
   if constexpr (sizeof(typename Op::T) == 2) {
     if (!op.center || op.Has(1)) return false;
     return op.cols % 2 != 0 ? LaunchKernel<true>(device, stream, op, name, status)
@@ -339,7 +339,7 @@ bool LaunchNormFwdLongRagged(const DeviceInfo& device, cudaStream_t stream, cons
 
 #define JAXNORM_INSTANTIATE(T)                                                                             \
   template bool LaunchNormFwdLongRagged(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kRagged>&, \
-                                        const char*, ffi::Error*);
+                                        const char*, Error*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)

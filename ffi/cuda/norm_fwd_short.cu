@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kShortThreads) NormFwdShortKernel(const __grid
 }
 
 template <int kLanes, bool kFull, typename Op>
-ffi::Error LaunchShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name) {
+Error LaunchShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, const char* name) {
   const Grid grid = {.blocks = CeilDiv(op.rows, kShortThreads / kLanes * ShortRows(kLanes)), .threads = kShortThreads};
   return op.center ? Launch<NormFwdShortKernel<Op, true, kLanes, kFull>>(device, stream, grid, name, op)
                    : Launch<NormFwdShortKernel<Op, false, kLanes, kFull>>(device, stream, grid, name, op);
@@ -128,8 +128,7 @@ ffi::Error LaunchShort(const DeviceInfo& device, cudaStream_t stream, const Op& 
 }  // namespace
 
 template <typename Op>
-ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots,
-                              const char* name) {
+Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   switch (slots) {
     case 1:
       return LaunchShort<1, true>(device, stream, op, name);
@@ -156,9 +155,9 @@ ffi::Error LaunchNormFwdShort(const DeviceInfo& device, cudaStream_t stream, con
   }
 }
 
-#define JAXNORM_INSTANTIATE(T)                                                                                        \
-  template ffi::Error LaunchNormFwdShort(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kPlain>&, int slots, \
-                                         const char*);
+#define JAXNORM_INSTANTIATE(T)                                                                                   \
+  template Error LaunchNormFwdShort(const DeviceInfo&, cudaStream_t, const NormFwd<T, Mode::kPlain>&, int slots, \
+                                    const char*);
 JAXNORM_INSTANTIATE(float)
 JAXNORM_INSTANTIATE(__half)
 JAXNORM_INSTANTIATE(__nv_bfloat16)

@@ -2,7 +2,7 @@
 #ifndef JAXNORM_CUDA_OPERAND_CUH_
 #define JAXNORM_CUDA_OPERAND_CUH_
 
-#include "buffers.h"
+#include "call.h"
 #include "vec.cuh"
 
 namespace jaxnorm {

@@ -12,6 +12,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "calls.h"
 #include "cuda/bits.cuh"
 #include "cuda/vec.cuh"
 #include "relu_args.h"
@@ -211,7 +212,7 @@ int64_t Tiles(const ReluArgs& args) {
 }
 
 template <typename T>
-ffi::Error LaunchReluFwd(cudaStream_t stream, const ReluArgs& args) {
+Error LaunchReluFwd(cudaStream_t stream, const ReluArgs& args) {
   const int64_t tiles = Tiles<T>(args);
   JAXNORM_CHECK(tiles <= std::numeric_limits<int32_t>::max());
   auto* kernel = IsFlat(args) ? (args.z ? ReluFwdKernel<T, true, true> : ReluFwdKernel<T, false, true>)
@@ -224,7 +225,7 @@ ffi::Error LaunchReluFwd(cudaStream_t stream, const ReluArgs& args) {
 }
 
 template <typename T>
-ffi::Error LaunchReluBwd(cudaStream_t stream, const ReluArgs& args) {
+Error LaunchReluBwd(cudaStream_t stream, const ReluArgs& args) {
   const int64_t tiles = Tiles<T>(args);
   JAXNORM_CHECK(tiles <= std::numeric_limits<int32_t>::max());
   auto* kernel = IsFlat(args) ? ReluBwdKernel<T, true> : ReluBwdKernel<T, false>;
@@ -234,40 +235,19 @@ ffi::Error LaunchReluBwd(cudaStream_t stream, const ReluArgs& args) {
   return LaunchStatus(cudaGetLastError(), "ReluBwdKernel");
 }
 
-ffi::Error ReluFwd(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                   ffi::Result<ffi::AnyBuffer> mask) {
-  ReluArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseReluFwd(x, rest, *y, *mask, &args));
+}  // namespace
+
+Error RunReluFwd(cudaStream_t stream, const ReluArgs& args) {
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    return args.size() == 0 ? ffi::Error::Success() : LaunchReluFwd<T>(stream, args);
+    return args.size() == 0 ? Error::Success() : LaunchReluFwd<T>(stream, args);
   });
 }
 
-ffi::Error ReluBwd(cudaStream_t stream, ffi::AnyBuffer mask, ffi::AnyBuffer t, ffi::Result<ffi::AnyBuffer> out) {
-  ReluArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseRelu(t, *out, mask, &args));
+Error RunReluBwd(cudaStream_t stream, const ReluArgs& args) {
   return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-    return args.size() == 0 ? ffi::Error::Success() : LaunchReluBwd<Bits>(stream, args);
+    return args.size() == 0 ? Error::Success() : LaunchReluBwd<Bits>(stream, args);
   });
 }
 
-JAXNORM_REGISTER(relu_fwd, ReluFwd,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()   // x
-                     .RemainingArgs()         // z, or nothing
-                     .Ret<ffi::AnyBuffer>()   // y
-                     .Ret<ffi::AnyBuffer>(),  // mask
-                 {ffi::Traits::kCmdBufferCompatible});
-
-JAXNORM_REGISTER(relu_bwd, ReluBwd,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()   // mask
-                     .Arg<ffi::AnyBuffer>()   // t
-                     .Ret<ffi::AnyBuffer>(),  // out
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

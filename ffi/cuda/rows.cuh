@@ -619,7 +619,7 @@ int MaxRowSlots(const Op& op, const DeviceInfo& device) {
 // Rows of `slots` slots by the Full tier; false if it does not suit.
 template <typename Op>
 bool LaunchFullRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name,
-                   ffi::Error* status) {
+                   Error* status) {
   const auto launch = [&]<int kLanes>() {
     if (slots != kLanes * kFullItems || op.rows < kFullBlockRows<kLanes>) return false;
     const Grid grid = {.blocks = CeilDiv(op.rows, kFullBlockRows<kLanes>), .threads = kWarpThreads};
@@ -632,10 +632,10 @@ bool LaunchFullRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, 
 }
 
 template <typename Op>
-ffi::Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
+Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, const char* name) {
   constexpr int kBlockThreads = 128;
   if constexpr (Op::kMode == Mode::kPlain && !Op::kRare && requires(typename Op::Row row) { op.RowAfter(row, 0); }) {
-    auto status = ffi::Error::Success();
+    auto status = Error::Success();
     if (LaunchFullRow(device, stream, op, slots, name, &status)) return status;
   }
   if constexpr (FillsSlots(Op::kMode) && !Op::kRare) {
@@ -687,18 +687,18 @@ inline uint64_t LaunchTag() {
 
 // `scratch` is where the blocks of a launch exchange partials; Python reserves room for 1000 of them at least.
 template <typename Op>
-ffi::Error LaunchSplit(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, ffi::AnyBuffer scratch,
-                       const char* name) {
+Error LaunchSplit(const DeviceInfo& device, cudaStream_t stream, const Op& op, int slots, Scratch scratch,
+                  const char* name) {
   using Partial = typename Op::Partial;
   const int shared_bytes = device.max_shared_bytes - kStaticSharedBytes;
   const int64_t blocks = device.sms;
-  JAXNORM_CHECK(blocks * sizeof(Post<Partial>) <= scratch.size_bytes() && blocks < int64_t{kTagStep});
+  JAXNORM_CHECK(blocks * sizeof(Post<Partial>) <= scratch.bytes && blocks < int64_t{kTagStep});
   // All rows at once if L2 can hold their inputs; otherwise as many as shared memory can hold.
   const int64_t row_bytes = int64_t{slots} * kVecBytes * op.Inputs();
   const int64_t held = op.rows <= device.l2_bytes / row_bytes ? op.rows : blocks * shared_bytes / row_bytes;
   const int64_t batch = std::clamp<int64_t>(held, 1, std::min(op.rows, blocks));
   const int chunks = static_cast<int>(std::min<int64_t>(blocks / batch, slots));
-  SplitPlan<Partial> plan = {.chunks = FastDiv(chunks), .posts = static_cast<Post<Partial>*>(scratch.untyped_data())};
+  SplitPlan<Partial> plan = {.chunks = FastDiv(chunks), .posts = static_cast<Post<Partial>*>(scratch.data)};
   plan.chunk_slots = static_cast<int>(PartSlots(slots, chunks));
   plan.staged_slots = std::min(plan.chunk_slots, shared_bytes / (kVecBytes * op.Inputs()));
   plan.half_slots = HalfSlots(plan.staged_slots, kSplitThreads<Op>);
@@ -710,7 +710,7 @@ ffi::Error LaunchSplit(const DeviceInfo& device, cudaStream_t stream, const Op& 
                        .cooperative = true};
     JAXNORM_RETURN_IF_ERROR(Launch<SplitKernel<Op>>(device, stream, grid, name, op, plan));
   }
-  return ffi::Error::Success();
+  return Error::Success();
 }
 
 }  // namespace jaxnorm

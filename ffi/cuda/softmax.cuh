@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "calls.h"
 #include "operand.cuh"
 #include "rows.cuh"
 #include "softmax_args.h"
@@ -386,12 +387,12 @@ struct Sum {
 // Runs such an operation along the axis of args.shape. `simple`: no optional operand, none that broadcasts.
 // float64 takes the general mode always: it is there to be right, not to fill the code with more kernels.
 template <template <typename, Mode> typename Op, typename Args>
-ffi::Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, ffi::AnyBuffer scratch, const char* name) {
+Error LaunchSoftmax(cudaStream_t stream, const Args& args, bool simple, Scratch scratch, const char* name) {
   const AxisShape& shape = args.shape;
   JAXNORM_CHECK(shape.axis < INT32_MAX / 2);  // positions within a row are 32-bit; Python lowers the formula instead
   const DeviceInfo* device;
   JAXNORM_RETURN_IF_ERROR(CurrentDevice(&device));
-  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> ffi::Error {
+  return DispatchFloat(args.dtype, [&]<typename T>(std::type_identity<T>) -> Error {
     using General = Op<T, Mode::kGeneral>;
     constexpr int kVec = kVecSize<T>;
     const General general(args);

@@ -239,27 +239,10 @@ struct SoftmaxBwd {
   }
 };
 
-ffi::Error SoftmaxBwdHandler(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer t, ffi::RemainingArgs rest,
-                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, int64_t axis,
-                             double factor, int64_t form) {
-  SoftmaxBwdArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseSoftmaxBwd(y, t, rest, *out, axis, factor, form, &args));
-  if (args.shape.size() == 0) return ffi::Error::Success();
-  return LaunchSoftmax<SoftmaxBwd>(stream, args, rest.size() == 0, *scratch, "softmax_bwd");
+}  // namespace
+
+Error RunSoftmaxBwd(cudaStream_t stream, const SoftmaxBwdArgs& args, bool plain, Scratch scratch) {
+  return LaunchSoftmax<SoftmaxBwd>(stream, args, plain, scratch, "softmax_bwd");
 }
 
-JAXNORM_REGISTER(softmax_bwd, SoftmaxBwdHandler,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()
-                     .Arg<ffi::AnyBuffer>()
-                     .RemainingArgs()
-                     .Ret<ffi::AnyBuffer>()
-                     .Ret<ffi::AnyBuffer>()
-                     .Attr<int64_t>("axis")
-                     .Attr<double>("factor")
-                     .Attr<int64_t>("form"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -341,27 +341,10 @@ struct SoftmaxFwd {
   }
 };
 
-ffi::Error SoftmaxFwdHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest,
-                             ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> scratch, int64_t axis,
-                             double factor, bool log, int64_t operands) {
-  SoftmaxFwdArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseSoftmaxFwd(x, rest, *y, axis, factor, log, operands, &args));
-  if (args.shape.size() == 0) return ffi::Error::Success();
-  return LaunchSoftmax<SoftmaxFwd>(stream, args, operands == 0, *scratch, "softmax_fwd");
+}  // namespace
+
+Error RunSoftmaxFwd(cudaStream_t stream, const SoftmaxFwdArgs& args, bool plain, Scratch scratch) {
+  return LaunchSoftmax<SoftmaxFwd>(stream, args, plain, scratch, "softmax_fwd");
 }
 
-JAXNORM_REGISTER(softmax_fwd, SoftmaxFwdHandler,
-                 ffi::Ffi::Bind()
-                     .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                     .Arg<ffi::AnyBuffer>()
-                     .RemainingArgs()
-                     .Ret<ffi::AnyBuffer>()
-                     .Ret<ffi::AnyBuffer>()
-                     .Attr<int64_t>("axis")
-                     .Attr<double>("factor")
-                     .Attr<bool>("log")
-                     .Attr<int64_t>("operands"),
-                 {ffi::Traits::kCmdBufferCompatible});
-
-}  // namespace
 }  // namespace jaxnorm

@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(kStridedThreads, sizeof(typename Op::T) == 8 ?
 }
 
 template <typename Op, int kVec>
-ffi::Error LaunchStrided(const DeviceInfo& device, cudaStream_t stream, const Op& op, const AxisShape& shape,
-                         const char* name) {
+Error LaunchStrided(const DeviceInfo& device, cudaStream_t stream, const Op& op, const AxisShape& shape,
+                    const char* name) {
   using T = typename Op::T;
   using V = Vec<T, kVec>;
   constexpr int kWideBytes = 128, kNarrowBytes = 64;  // of a tile along inner

@@ -12,7 +12,7 @@
 #include <string>
 #include <type_traits>
 
-#include "registry.h"
+#include "call.h"
 
 namespace jaxnorm {
 
@@ -369,28 +369,28 @@ class FastDiv {
 
 // ---- Host glue ----
 
-// Calls f(std::type_identity<T>()) with the C++ type of `dtype`; f returns ffi::Error.
+// Calls f(std::type_identity<T>()) with the C++ type of `dtype`; f returns Error.
 template <typename F>
-ffi::Error DispatchFloat(ffi::DataType dtype, F&& f) {
+Error DispatchFloat(DataType dtype, F&& f) {
   switch (dtype) {
-    case ffi::F16:
+    case DataType::kF16:
       return f(std::type_identity<__half>());
-    case ffi::BF16:
+    case DataType::kBF16:
       return f(std::type_identity<__nv_bfloat16>());
-    case ffi::F32:
+    case DataType::kF32:
       return f(std::type_identity<float>());
-    case ffi::F64:
+    case DataType::kF64:
       return f(std::type_identity<double>());
     default:
-      return ffi::Error::InvalidArgument("jaxnorm: dtype must be float16, bfloat16, float32 or float64, got FFI type " +
-                                         std::to_string(static_cast<int>(dtype)));
+      return Error::InvalidArgument("jaxnorm: dtype must be float16, bfloat16, float32 or float64, got FFI type " +
+                                    std::to_string(static_cast<int>(dtype)));
   }
 }
 
 // `what` names the call that returned `status`.
-inline ffi::Error LaunchStatus(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("jaxnorm: ") + what + ": " + cudaGetErrorString(status));
+inline Error LaunchStatus(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return Error::Success();
+  return Error::Internal(std::string("jaxnorm: ") + what + ": " + cudaGetErrorString(status));
 }
 
 }  // namespace jaxnorm

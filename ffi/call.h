@@ -1,0 +1,122 @@
+// What kernels are told of a call. No header of XLA's is here: those take longer to compile than most kernels, of which nvcc
+// reads each three times.
+#ifndef JAXNORM_CALL_H_
+#define JAXNORM_CALL_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "xla/ffi/api/c_api.h"  // plain C
+
+// Returns an Error naming the expression that failed. Python checks the same things first, with friendlier words;
+// this guards deserialised programs and direct ffi_call users.
+#define JAXNORM_CHECK(condition)                                                                                     \
+  do {                                                                                                               \
+    if (!(condition)) {                                                                                              \
+      return ::jaxnorm::Error::InvalidArgument(std::string("jaxnorm: ") + __func__ + ": check failed: " #condition); \
+    }                                                                                                                \
+  } while (false)
+
+#define JAXNORM_RETURN_IF_ERROR(expression)                                      \
+  do {                                                                           \
+    if (::jaxnorm::Error error_ = (expression); error_.failure()) return error_; \
+  } while (false)
+
+namespace jaxnorm {
+
+// What a handler returns. registry.h turns it into XLA's.
+class Error {
+ public:
+  Error(XLA_FFI_Error_Code code, std::string message) : code_(code), message_(std::move(message)) {}
+  static Error Success() { return Error(XLA_FFI_Error_Code_OK, std::string()); }
+  static Error InvalidArgument(std::string message) {
+    return Error(XLA_FFI_Error_Code_INVALID_ARGUMENT, std::move(message));
+  }
+  static Error Internal(std::string message) { return Error(XLA_FFI_Error_Code_INTERNAL, std::move(message)); }
+
+  bool failure() const { return code_ != XLA_FFI_Error_Code_OK; }
+  XLA_FFI_Error_Code code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  XLA_FFI_Error_Code code_;
+  std::string message_;
+};
+
+// Those that calls have, numbered as XLA does; an operand may come with another one, which then fits no check.
+enum class DataType : uint8_t {
+  kPred = XLA_FFI_DataType_PRED,
+  kU8 = XLA_FFI_DataType_U8,
+  kS32 = XLA_FFI_DataType_S32,
+  kF16 = XLA_FFI_DataType_F16,
+  kBF16 = XLA_FFI_DataType_BF16,
+  kF32 = XLA_FFI_DataType_F32,
+  kF64 = XLA_FFI_DataType_F64,
+};
+
+inline int64_t ByteWidth(DataType dtype) {
+  switch (dtype) {
+    case DataType::kPred:
+    case DataType::kU8:
+      return 1;
+    case DataType::kF16:
+    case DataType::kBF16:
+      return 2;
+    case DataType::kS32:
+    case DataType::kF32:
+      return 4;
+    case DataType::kF64:
+      return 8;
+  }
+  return 0;
+}
+
+// What values of `dtype` are summed in, and numbers per row or channel are.
+inline DataType AccDtype(DataType dtype) { return dtype == DataType::kF64 ? DataType::kF64 : DataType::kF32; }
+
+// An array seen around one of its axes: element (o, a, i) lies at (o * axis + a) * inner + i.
+struct AxisShape {
+  int64_t outer = 1, axis = 1, inner = 1;
+  int64_t rows() const { return outer * inner; }
+  int64_t size() const { return outer * axis * inner; }
+};
+
+// Dimensions left after neighbours with one common stride are merged; Python materialises operands of higher rank.
+inline constexpr int kMaxBroadcastDims = 8;
+
+// Where the operand's element for row r (an index over all dimensions but the axis, row-major) and axis position a
+// lies: at the sum over d of digit_d(r) * stride[d], plus a * axis_stride. Broadcast dimensions have stride 0.
+struct Broadcast {
+  int ndim = 0;                       // merged dimensions, outermost first
+  int64_t size[kMaxBroadcastDims];    // digits of r
+  int64_t stride[kMaxBroadcastDims];  // in elements
+  int64_t axis_stride = 0;
+
+  int64_t RowOffset(int64_t row) const {
+    int64_t offset = 0;
+    for (int d = ndim - 1; d > 0; --d) {
+      offset += (row % size[d]) * stride[d];
+      row /= size[d];
+    }
+    return ndim > 0 ? offset + row * stride[0] : 0;
+  }
+};
+
+// An input of a row-wise call: absent (data == nullptr), full, or broadcast.
+struct Operand {
+  const void* data = nullptr;
+  int64_t elements = 0;  // of the array itself
+  Broadcast view;
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Memory for a call's own use, which Python gives it as a result that nobody sees.
+struct Scratch {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_CALL_H_

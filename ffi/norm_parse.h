@@ -1,0 +1,237 @@
+// Decodes and checks the layer_norm and rms_norm calls, once for both platforms.
+#ifndef JAXNORM_NORM_PARSE_H_
+#define JAXNORM_NORM_PARSE_H_
+
+#include <utility>
+#include <vector>
+
+#include "buffers.h"
+#include "norm_args.h"
+
+namespace jaxnorm {
+
+namespace norm_internal {
+
+inline Dims Span(const std::vector<int64_t>& dims) { return Dims(dims.data(), dims.size()); }
+
+// The next of the operands or results whose number varies.
+inline Error Next(const ffi::RemainingArgs& remaining, size_t* index, ffi::AnyBuffer* out) {
+  auto buffer = remaining.get<ffi::AnyBuffer>((*index)++);
+  if (buffer.has_error()) return FromFfi(buffer.error());
+  *out = *buffer;
+  return Error::Success();
+}
+inline Error Next(const ffi::RemainingRets& remaining, size_t* index, ffi::AnyBuffer* out) {
+  auto buffer = remaining.get<ffi::AnyBuffer>((*index)++);
+  if (buffer.has_error()) return FromFfi(buffer.error());
+  *out = **buffer;
+  return Error::Success();
+}
+
+// Dimensions [groups..., rows..., columns...] of the full shape.
+struct Layout {
+  std::vector<int64_t> full;
+  int64_t groups, axis;
+
+  // Widens the full shape to what one more operand broadcasts to.
+  Error Include(Dims dims) {
+    JAXNORM_CHECK(dims.size() == full.size());
+    for (size_t i = 0; i < full.size(); ++i) {
+      if (full[i] == 1) full[i] = dims[i];
+    }
+    return Error::Success();
+  }
+
+  // As if the columns were one dimension: `dims` without those from `axis` on, then their product.
+  Error Merge(Dims dims, std::vector<int64_t>* out) const {
+    JAXNORM_CHECK(dims.size() == full.size());
+    out->assign(dims.begin(), dims.begin() + axis);
+    int64_t cols = 1;
+    for (size_t i = axis; i < dims.size(); ++i) JAXNORM_CHECK(CheckedMul(cols, dims[i], &cols));
+    out->push_back(cols);
+    return Error::Success();
+  }
+
+  Error Shape(NormShape* shape) const {
+    JAXNORM_CHECK(0 <= groups && groups <= axis && axis < static_cast<int64_t>(full.size()));
+    AxisShape rows;
+    std::vector<int64_t> merged;
+    JAXNORM_RETURN_IF_ERROR(Merge(Span(full), &merged));
+    JAXNORM_RETURN_IF_ERROR(SplitAtAxis(Span(merged), axis, &rows));
+    shape->cols = rows.axis;
+    shape->groups = shape->rows_per_group = 1;
+    for (int64_t i = 0; i < axis; ++i) (i < groups ? shape->groups : shape->rows_per_group) *= full[i];
+    return Error::Success();
+  }
+
+  // An operand with the rows' dimensions. Columns: all or (if `one_column`) one.
+  Error Row(ffi::AnyBuffer buffer, DataType dtype, bool one_column, Operand* out) const {
+    JAXNORM_CHECK(TypeOf(buffer) == dtype);
+    std::vector<int64_t> dims, all;
+    JAXNORM_RETURN_IF_ERROR(Merge(buffer.dimensions(), &dims));
+    JAXNORM_RETURN_IF_ERROR(Merge(Span(full), &all));
+    JAXNORM_CHECK(dims.back() == (one_column ? 1 : all.back()));
+    JAXNORM_RETURN_IF_ERROR(MakeBroadcast(Span(all), axis, Span(dims), &out->view));
+    out->data = buffer.untyped_data();
+    out->elements = static_cast<int64_t>(buffer.element_count());
+    return Error::Success();
+  }
+
+  Error Mask(ffi::AnyBuffer buffer, Operand* out) const {
+    const Dims dims = buffer.dimensions();
+    JAXNORM_CHECK(dims.size() == full.size());
+    bool one_column = true;
+    for (size_t i = axis; i < dims.size(); ++i) one_column = one_column && dims[i] == 1;
+    return Row(buffer, DataType::kPred, one_column, out);
+  }
+
+  Error Parameter(ffi::AnyBuffer buffer, DataType dtype, NormParameter* out) const {
+    JAXNORM_CHECK(TypeOf(buffer) == dtype);
+    const Dims dims = buffer.dimensions();
+    JAXNORM_CHECK(dims.size() == full.size());
+    bool own = true, shared = true;
+    int64_t cols = 1;
+    for (int64_t i = 0; i < static_cast<int64_t>(dims.size()); ++i) {
+      if (i < groups) {
+        own = own && dims[i] == full[i];
+        shared = shared && dims[i] == 1;
+      } else if (i < axis) {
+        JAXNORM_CHECK(dims[i] == 1);
+      } else {
+        JAXNORM_CHECK(dims[i] == full[i]);
+        cols *= dims[i];
+      }
+    }
+    JAXNORM_CHECK(own || shared);
+    out->data = buffer.untyped_data();
+    out->group_stride = shared ? 0 : cols;
+    return Error::Success();
+  }
+
+  Error FullResult(ffi::AnyBuffer buffer, DataType dtype, void** out) const {
+    JAXNORM_CHECK(TypeOf(buffer) == dtype && SameDims(buffer.dimensions(), Span(full)));
+    *out = buffer.untyped_data();
+    return Error::Success();
+  }
+
+  // One element per row.
+  Error Statistic(ffi::AnyBuffer buffer, DataType dtype, const NormShape& shape, void** out) const {
+    JAXNORM_CHECK(TypeOf(buffer) == dtype);
+    JAXNORM_CHECK(static_cast<int64_t>(buffer.element_count()) == shape.rows());
+    *out = buffer.untyped_data();
+    return Error::Success();
+  }
+};
+
+}  // namespace norm_internal
+
+inline Error ParseNormFwd(ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::AnyBuffer y, ffi::RemainingRets results,
+                          int64_t axis, int64_t groups, bool center, double epsilon, double scale_offset,
+                          int64_t operands, NormFwdArgs* args) {
+  using norm_internal::Next;
+  const Dims full = y.dimensions();
+  const norm_internal::Layout layout{{full.begin(), full.end()}, groups, axis};
+  const DataType dtype = TypeOf(x), acc = AccDtype(dtype);
+  JAXNORM_RETURN_IF_ERROR(layout.Shape(&args->shape));
+  args->dtype = args->parameter_dtype = dtype;
+  args->center = center;
+  args->epsilon = epsilon;
+  args->scale_offset = scale_offset;
+  JAXNORM_RETURN_IF_ERROR(layout.Row(x, dtype, /*one_column=*/false, &args->x));
+  ffi::AnyBuffer buffer = x;
+  size_t next = 0;
+  if (operands & kNormResidual) {
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.Row(buffer, dtype, /*one_column=*/false, &args->residual));
+  }
+  if (operands & kNormMask) {
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.Mask(buffer, &args->mask));
+  }
+  for (auto [bit, parameter] : {std::pair{kNormScale, &args->scale}, std::pair{kNormBias, &args->bias}}) {
+    if (!(operands & bit)) continue;
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+    const bool first = !args->scale;
+    if (first) args->parameter_dtype = TypeOf(buffer);
+    JAXNORM_CHECK(args->parameter_dtype == dtype || args->parameter_dtype == acc);
+    JAXNORM_RETURN_IF_ERROR(layout.Parameter(buffer, args->parameter_dtype, parameter));
+  }
+  JAXNORM_CHECK(next == rest.size());
+  JAXNORM_RETURN_IF_ERROR(layout.FullResult(y, dtype, &args->y));
+  next = 0;
+  if (operands & kNormResidual) {
+    JAXNORM_RETURN_IF_ERROR(Next(results, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.FullResult(buffer, dtype, &args->sum));
+  }
+  if (center) {
+    JAXNORM_RETURN_IF_ERROR(Next(results, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.Statistic(buffer, acc, args->shape, &args->mean));
+  }
+  JAXNORM_RETURN_IF_ERROR(Next(results, &next, &buffer));
+  JAXNORM_RETURN_IF_ERROR(layout.Statistic(buffer, acc, args->shape, &args->rstd));
+  JAXNORM_CHECK(next <= results.size());  // the CUDA kernels' scratch may follow
+  return Error::Success();
+}
+
+inline Error ParseNormBwd(ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArgs rest, ffi::RemainingRets results,
+                          int64_t axis, int64_t groups, bool center, double scale_offset, int64_t operands,
+                          int64_t need, NormBwdArgs* args) {
+  using norm_internal::Next;
+  ffi::AnyBuffer buffer = x;
+  // The full shape need not be that of any one operand.
+  const Dims dims = x.dimensions();
+  norm_internal::Layout layout{{dims.begin(), dims.end()}, groups, axis};
+  JAXNORM_RETURN_IF_ERROR(layout.Include(dy.dimensions()));
+  for (size_t i = 0; i < rest.size();) {
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &i, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.Include(buffer.dimensions()));
+  }
+  const DataType dtype = TypeOf(x), acc = AccDtype(dtype);
+  JAXNORM_RETURN_IF_ERROR(layout.Shape(&args->shape));
+  args->dtype = args->parameter_dtype = args->gradient_dtype = dtype;
+  args->center = center;
+  args->scale_offset = scale_offset;
+  JAXNORM_RETURN_IF_ERROR(layout.Row(x, dtype, /*one_column=*/false, &args->x));
+  JAXNORM_RETURN_IF_ERROR(layout.Row(dy, dtype, /*one_column=*/false, &args->dy));
+  size_t next = 0;
+  if (center) {
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.Row(buffer, acc, /*one_column=*/true, &args->mean));
+  }
+  JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+  JAXNORM_RETURN_IF_ERROR(layout.Row(buffer, acc, /*one_column=*/true, &args->rstd));
+  if (operands & kNormResidual) {
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.Row(buffer, dtype, /*one_column=*/false, &args->dsum));
+  }
+  if (operands & kNormMask) {
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.Mask(buffer, &args->mask));
+  }
+  if (operands & kNormScale) {
+    JAXNORM_RETURN_IF_ERROR(Next(rest, &next, &buffer));
+    args->parameter_dtype = TypeOf(buffer);
+    JAXNORM_CHECK(args->parameter_dtype == dtype || args->parameter_dtype == acc);
+    JAXNORM_RETURN_IF_ERROR(layout.Parameter(buffer, args->parameter_dtype, &args->scale));
+  }
+  JAXNORM_CHECK(next == rest.size());
+  next = 0;
+  if (need & kNormX) {
+    JAXNORM_RETURN_IF_ERROR(Next(results, &next, &buffer));
+    JAXNORM_RETURN_IF_ERROR(layout.FullResult(buffer, dtype, &args->dx));
+  }
+  for (auto [bit, result] : {std::pair{kNormScale, &args->dscale}, std::pair{kNormBias, &args->dbias}}) {
+    if (!(need & bit)) continue;
+    JAXNORM_RETURN_IF_ERROR(Next(results, &next, &buffer));
+    args->gradient_dtype = TypeOf(buffer);
+    JAXNORM_CHECK(args->gradient_dtype == dtype || args->gradient_dtype == acc);
+    JAXNORM_CHECK(static_cast<int64_t>(buffer.element_count()) == args->shape.groups * args->shape.cols);
+    *result = buffer.untyped_data();
+  }
+  JAXNORM_CHECK(next > 0 && next <= results.size());  // the CUDA kernels' scratch may follow
+  return Error::Success();
+}
+
+}  // namespace jaxnorm
+
+#endif  // JAXNORM_NORM_PARSE_H_

@@ -645,8 +645,17 @@ def test_policy_that_keeps_statistics_runs_forward_once(op):
 # ---- vmap ----
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("mapped", list(itertools.product((None, 0), repeat=5))[1:])
+SUBSETS = list(itertools.product((None, 0), repeat=5))[1:]
+
+
+# Rules of vmap do not look at dtypes: in another than that of the parameters, each operand alone and all together.
+@pytest.mark.parametrize(
+    ("mapped", "dtype"),
+    [
+        *((mapped, "float32") for mapped in SUBSETS),
+        *((mapped, "bfloat16") for mapped in SUBSETS if sum(d == 0 for d in mapped) in (1, 5)),
+    ],
+)
 def test_vmap_over_any_subset(mapped, dtype):
     """Of x, scale, bias, residual and mask, with the gradient: as a loop gives, for all of them."""
     args = [

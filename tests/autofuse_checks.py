@@ -70,21 +70,17 @@ def assert_close(got, expected, tolerance):
 def assert_same(function, *args, tolerance=2e-5, gradient_tolerance=None):
     """Values and gradients of a function of pytrees are the same under autofuse, without jit and in it."""
     fused = jaxnorm.autofuse(function)
-    expected = function(*args)
-    assert_close(fused(*args), expected, tolerance)
-    assert_close(jax.jit(fused)(*args), expected, tolerance)
-
     leaves, structure = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
-    def applied(f, *floats):
+    def applied(f, leaves, *floats):
         full = list(leaves)
         for i, value in zip(places, floats, strict=True):
             full[i] = value
         return f(*jax.tree.unflatten(structure, full))
 
-    def loss(f, *floats):
-        out = applied(f, *floats)
+    def loss(f, leaves, *floats):
+        out = applied(f, leaves, *floats)
         outputs = [o for o in jax.tree.leaves(out) if _is_float(o)]
         # No weight is like another, so that no two outputs or positions can be exchanged unnoticed.
         weights = [
@@ -93,13 +89,20 @@ def assert_same(function, *args, tolerance=2e-5, gradient_tolerance=None):
         finite = [jnp.where(jnp.isfinite(o), o, 0).astype(jnp.float32) for o in outputs]
         return sum(jnp.sum(o * w.astype(np.float32)) for o, w in zip(finite, weights, strict=True))
 
-    floats = [leaves[i] for i in places]
-    if floats:
-        # What is used only where it is differentiated.
-        assert_close(jax.vjp(functools.partial(applied, fused), *floats)[0], expected, tolerance)
-        numbers = tuple(range(1, 1 + len(floats)))
-        gradients = [
-            jax.jit(jax.grad(loss, argnums=numbers), static_argnums=0)(f, *floats)
-            for f in (fused, function)
-        ]
+    @jax.jit
+    def results(*args):
+        """Of the function, under autofuse, the same where it is differentiated, and both gradients."""
+        leaves = jax.tree.leaves(args)
+        floats = [leaves[i] for i in places]
+        if not floats:
+            return function(*args), [fused(*args)], []
+        differentiated = jax.vjp(functools.partial(applied, fused, leaves), *floats)[0]
+        numbers = tuple(range(2, 2 + len(floats)))
+        gradients = [jax.grad(loss, argnums=numbers)(f, leaves, *floats) for f in (fused, function)]
+        return function(*args), [fused(*args), differentiated], gradients
+
+    expected, fused_results, gradients = results(*args)
+    for got in (fused(*args), *fused_results):
+        assert_close(got, expected, tolerance)
+    if gradients:
         assert_close(*gradients, gradient_tolerance or 20 * tolerance)

@@ -41,6 +41,12 @@ def text(function, *args) -> str:
     return jax.jit(function).lower(*args).compile().as_text()
 
 
+def run(function, *args):
+    """(text, results) of a program that is compiled once for both."""
+    compiled = jax.jit(function).lower(*args).compile()
+    return compiled.as_text(), compiled(*args)
+
+
 def collectives(program: str) -> list[Instruction]:
     """All collectives of a compiled program; the asynchronous pair of one counts once."""
     kinds = "|".join(COLLECTIVES)

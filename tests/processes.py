@@ -10,11 +10,16 @@ SCRIPTS = pathlib.Path(__file__).resolve().parent / "scripts"
 
 
 def start(script: str, *args, env=None) -> subprocess.Popen:
-    """Starts scripts/<script>.py outside this directory and with CPU devices only."""
+    """Starts scripts/<script>.py outside this directory and with CPU devices only.
+
+    Of conftest.py's flags it has those that make compiling fast, besides those of `env`.
+    """
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "PYTEST_"))
     }
     environment |= {"JAX_PLATFORMS": "cpu", **(env or {})}
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    environment["XLA_FLAGS"] = " ".join([environment.get("XLA_FLAGS", ""), *flags]).strip()
     return subprocess.Popen(
         [sys.executable, "-P", str(SCRIPTS / f"{script}.py"), *map(str, args)],
         env=environment,

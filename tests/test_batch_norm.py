@@ -11,7 +11,7 @@ import pytest
 import suite
 from jax.interpreters import partial_eval as pe
 from oracle import DTYPES, acc_of
-from suite import CPU, needs_cpu, rand
+from suite import CPU, needs_cpu, rand, value_and_vjp
 
 import jaxnorm
 
@@ -103,7 +103,6 @@ def check(
             args = dict(zip(names, args, strict=True))
             return function(**args, **options, activation=activation, **more)
 
-        @jax.jit
         def both(*args):
             if statistics:
                 out, pullback = jax.vjp(call, *args)
@@ -111,10 +110,11 @@ def check(
             y, pullback, moments = jax.vjp(lambda *a: _first(*call(*a)), *args, has_aux=True)
             return (y, *moments), pullback(dy)
 
-        return both(*given.values())
+        return both
 
-    (y, mean, var), bars = run(jaxnorm.batch_norm, implementation=implementation)
-    (xla_y, xla_mean, xla_var), xla_bars = run(formula)
+    ours, xlas = run(jaxnorm.batch_norm, implementation=implementation), run(formula)
+    results = jax.jit(lambda *args: (ours(*args), xlas(*args)))(*given.values())
+    ((y, mean, var), bars), ((xla_y, xla_mean, xla_var), xla_bars) = results
     expected = oracle.batch_norm(**given, relu=relu, **options)
     # The sum with a residual or a bias may cancel: an element is as exact as its terms are large.
     exact = oracle.batch_norm(**given, **options)[0]
@@ -296,7 +296,7 @@ def test_optional_operands(operands, axis):
         kw = dict(given, **dict(zip(arguments, values, strict=True)))
         return jaxnorm.batch_norm(x, axis=axis, activation=activation, **kw)[0]
 
-    y, pullback = jax.vjp(call, x, *(given[n] for n in arguments))
+    y, bars = value_and_vjp(call)((x, *(given[n] for n in arguments)), dy)
     expected = oracle.batch_norm(x, axis=axis, relu=operands[-1], **given)[0]
     oracle.assert_close(y, expected, "float32", floor=16, size=np.abs(expected) + 1)
     kw = {n: given[n] for n in ("scale", "mask") if n in given} | {"axis": axis}
@@ -304,7 +304,7 @@ def test_optional_operands(operands, axis):
     wanted = oracle.batch_norm_vjp(x, dy, **kw)
     sizes = oracle.batch_norm_vjp(x, dy, **kw, sizes=True)
     index = {"scale": 1, "bias": 2, "residual": 3}
-    for name, bar in zip(("x", *arguments), pullback(dy), strict=True):
+    for name, bar in zip(("x", *arguments), bars, strict=True):
         i = index.get(name, 0)
         size = sizes[i] + np.mean(sizes[i])
         oracle.assert_close(bar, wanted[i], "float32", size=size, floor=32)
@@ -346,13 +346,17 @@ def test_bits_are_packbits(dtype, shape, axis):
     """What backward keeps: little-endian bits along the last axis of where y > 0; unused bits are 0."""
     x = rand(shape, dtype)
     call = functools.partial(jaxnorm.batch_norm, axis=axis, activation="relu")
-    (y, _, _), pullback = jax.vjp(call, x)
-    (bits,) = [a for a in jax.tree.leaves(pullback) if a.dtype == jnp.uint8]
+
+    @jax.jit
+    def run(x):
+        (y, _, _), pullback = jax.vjp(call, x)
+        (bits,) = [a for a in jax.tree.leaves(pullback) if a.dtype == jnp.uint8]
+        return y, bits, jaxnorm.batch_norm(x, axis=axis)[0]
+
+    y, bits, plain = run(x)
     expected = np.packbits(oracle.f64(y) > 0, axis=-1, bitorder="little")
     np.testing.assert_array_equal(bits, expected)
-    np.testing.assert_array_equal(
-        oracle.f64(y), np.maximum(oracle.f64(jaxnorm.batch_norm(x, axis=axis)[0]), 0)
-    )
+    np.testing.assert_array_equal(oracle.f64(y), np.maximum(oracle.f64(plain), 0))
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
@@ -373,10 +377,10 @@ def test_derivative_of_relu_is_selected(implementation, axis):
             implementation=implementation,
         )
 
-    y, pullback = jax.vjp(f, residual)
-    np.testing.assert_array_equal(y, np.resize([1.0, 0, 0, nan, inf, 0], x.shape))
+    run = value_and_vjp(f)
     for value in (inf, -inf, nan, 2.0):
-        (bar,) = pullback(jnp.full_like(x, value))
+        y, (bar,) = run((residual,), jnp.full_like(x, value))
+        np.testing.assert_array_equal(y, np.resize([1.0, 0, 0, nan, inf, 0], x.shape))
         positive = np.resize([True, False, False, False, True, False], x.shape)
         np.testing.assert_array_equal(bar, np.where(positive, value, 0))
 
@@ -402,11 +406,13 @@ SMALLER = [
 @pytest.mark.parametrize("axis", [-1, 1, 0, (1, 2), (0, 1)])
 def test_broadcast_mask(axis):
     """All broadcastable shapes."""
+    x, masks = rand(FULL, offset=2.0), []
     for shape in SMALLER:
-        mask = np.asarray(np.random.default_rng(3).random(shape) < 0.7)
-        mask[(0,) * len(shape)] = True
-        x = rand(FULL, offset=2.0)
-        got = jaxnorm.batch_norm(x, axis=axis, mask=jnp.asarray(mask), epsilon=0.5)
+        masks.append(np.asarray(np.random.default_rng(3).random(shape) < 0.7))
+        masks[-1][(0,) * len(shape)] = True
+    call = functools.partial(jaxnorm.batch_norm, axis=axis, epsilon=0.5)
+    results = jax.jit(lambda x, masks: [call(x, mask=mask) for mask in masks])(x, masks)
+    for mask, got in zip(masks, results, strict=True):
         want = oracle.batch_norm(x, axis=axis, mask=mask, epsilon=0.5)
         for a, b in zip(got, want, strict=True):
             oracle.assert_close(a, b, "float32", floor=32)
@@ -460,6 +466,18 @@ def test_feature_of_which_nothing_counts(dtype, axis):
 # ---- special values ----
 
 
+@functools.cache
+def _with_gradient(axis):
+    """Jitted x -> (y, mean, var, cotangent of x), compiled once for arrays of one shape and dtype."""
+
+    @jax.jit
+    def run(x):
+        (y, mean, var), pullback = jax.vjp(lambda x: jaxnorm.batch_norm(x, axis=axis), x)
+        return y, mean, var, pullback((y, mean * 0, var * 0))[0]
+
+    return run
+
+
 @dtypes
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 @pytest.mark.parametrize(
@@ -469,8 +487,7 @@ def test_value_that_is_not_finite(dtype, value, shape, axis):
     """NaN or an infinity makes its feature NaN, and no other, forward and backward."""
     x = np.array(rand(shape, dtype))
     x[0, 2, ...] = value
-    (y, mean, var), pullback = jax.vjp(lambda x: jaxnorm.batch_norm(x, axis=axis), jnp.asarray(x))
-    bar = pullback((y, mean * 0, var * 0))[0]
+    y, mean, var, bar = _with_gradient(axis)(jnp.asarray(x))
     for array in (y, bar):
         isnan = np.isnan(oracle.f64(array))
         assert isnan[:, 2].all()
@@ -503,9 +520,10 @@ def test_constant_feature(dtype, value, shape, axis):
 )
 def test_offset(dtype, offset, shape, axis):
     """The variance is that of the deviations, however far from 0 they lie."""
+    run = jax.jit(functools.partial(jaxnorm.batch_norm, axis=axis))
     for sign in (1, -1):
         x = rand(shape, dtype, offset=sign * offset, scale=20.0)
-        got = jax.jit(functools.partial(jaxnorm.batch_norm, axis=axis))(x)
+        got = run(x)
         want = oracle.batch_norm(x, axis=axis)
         oracle.assert_close(got[2], want[2], acc_of(dtype), floor=64)
         # The mean is rounded, so a normalised value has the error of x's size.
@@ -532,10 +550,11 @@ def test_ten_million_elements(shape, axis):
 def test_no_less_accurate_than_xla(dtype):
     """Error against float64 at most twice that of XLA's two-pass formula."""
     for shape, axis in (((256, 33), 1), ((8, 5, 400), 1)):
+        both = [functools.partial(f, axis=axis) for f in (jaxnorm.batch_norm, formula)]
+        run = jax.jit(lambda x, both=both: [f(x)[0] for f in both])
         for scale, offset in ((1.0, 0.0), (10.0, 0.0), (3.0, 300.0), (0.01, 0.0)):
             x = rand(shape, dtype, scale=scale, offset=offset)
-            y = jax.jit(functools.partial(jaxnorm.batch_norm, axis=axis))(x)[0]
-            xla = jax.jit(functools.partial(formula, axis=axis))(x)[0]
+            y, xla = run(x)
             oracle.assert_close(y, oracle.batch_norm(x, axis=axis)[0], dtype, xla, floor=1.5)
 
 
@@ -571,12 +590,14 @@ def test_gradient_of_statistics_alone():
 
         return of
 
-    got, want = jax.grad(loss(jaxnorm.batch_norm))(x), jax.grad(loss(formula))(x)
+    both = [jax.grad(loss(f)) for f in (jaxnorm.batch_norm, formula)]
+    got, want = jax.jit(lambda x: [f(x) for f in both])(x)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
     for which in (1, 2):
         f = lambda x, which=which: jnp.sum(jaxnorm.batch_norm(x, axis=1)[which] ** 2)  # noqa: E731
         g = lambda x, which=which: jnp.sum(formula(x, axis=1)[which] ** 2)  # noqa: E731
-        np.testing.assert_allclose(jax.grad(f)(x), jax.grad(g)(x), rtol=1e-4, atol=1e-6)
+        got, want = jax.jit(lambda x, f=f, g=g: (jax.grad(f)(x), jax.grad(g)(x)))(x)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
 # ---- determinism ----
@@ -638,14 +659,22 @@ def test_inference(dtype, shape, axis, relu):
         kw = {"axis": axis, "activation": activation, "residual": residual}
         return formula(x, scale, bias, mean=mean, var=var, **kw)[0]
 
-    y, pullback = jax.vjp(ours, *args)
+    value = jax.jit(ours)(*args)
     kw = {"residual": residual, "axis": axis, "mean": mean, "var": var}
     expected = oracle.batch_norm(x, scale, bias, relu=relu, **kw)[0]
-    oracle.assert_close(y, expected, dtype, floor=16, size=np.abs(expected) + 1)
-    wide, wide_pullback = jax.vjp(exact, *(a.astype("float64") for a in args))
-    same_sign = (oracle.f64(y) > 0) == (oracle.f64(wide) > 0) if relu else np.full(shape, True)
+    same_sign = (oracle.f64(value) > 0) == (expected > 0) if relu else np.full(shape, True)
     dy = jnp.where(same_sign, dy, jnp.zeros((), dtype))
-    for got, want in zip(pullback(dy), wide_pullback(dy.astype("float64")), strict=True):
+
+    @jax.jit
+    def both(args, dy):
+        y, pullback = jax.vjp(ours, *args)
+        wide = (a.astype("float64") for a in args)
+        return y, pullback(dy), jax.vjp(exact, *wide)[1](dy.astype("float64"))
+
+    y, bars, wide_bars = both(args, dy)
+    for got in (value, y):
+        oracle.assert_close(got, expected, dtype, floor=16, size=np.abs(expected) + 1)
+    for got, want in zip(bars, wide_bars, strict=True):
         want = oracle.f64(want)
         name = got.dtype.name
         oracle.assert_close(got, want, name, floor=64, size=np.max(np.abs(want)))
@@ -812,7 +841,7 @@ def test_vmap_over_any_subset(mapped, axis):
         results = call(x, scale, bias, residual=residual, mask=mask)
         return *results, jax.grad(total, (0, 1, 2, 3))(x, scale, bias, residual)
 
-    got = jax.jit(jax.vmap(f, mapped))(*stacked)
+    got, f = jax.jit(jax.vmap(f, mapped))(*stacked), jax.jit(f)
     for i in range(n):
         one = [a if d is None else a[i] for a, d in zip(stacked, mapped, strict=True)]
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(f(*one)), strict=True):
@@ -832,10 +861,10 @@ def test_vmap_over_any_axis(mapped, axis, activation):
         (y, mean, var), pullback = jax.vjp(call, x, scale)
         return y, mean, pullback((jnp.cos(y), mean, var))
 
-    g = jax.vmap(f, mapped)
+    results, f = jax.jit(jax.vmap(f, mapped))(stacked), jax.jit(f)
     for i in range(3):
-        got = jax.tree.map(lambda a, i=i: a[i], jax.jit(g)(stacked))
-        want = f(jnp.take(stacked, i, mapped))
+        got = jax.tree.map(lambda a, i=i: a[i], results)
+        want = f(np.asarray(stacked).take(i, mapped))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     if not CPU.available:
@@ -872,7 +901,7 @@ def test_nested_vmap_of_parameters():
         return jax.grad(total, (0, 1, 2))(x, scale, bias)
 
     g = jax.vmap(jax.vmap(jax.vmap(f, (0, None, None)), (None, 0, 0)), (None, 0, None))
-    got = jax.jit(g)(x, scale, bias)
+    got, f = jax.jit(g)(x, scale, bias), jax.jit(f)
     for i, j, k in itertools.product(range(2), range(3), range(5)):
         for a, b in zip(got, f(x[k], scale[i, j], bias[j]), strict=True):
             np.testing.assert_allclose(a[i, j, k], b, rtol=1e-4, atol=1e-4)
@@ -895,12 +924,13 @@ def test_vmap_with_an_axis_name(masked):
         y, mean, var = jaxnorm.batch_norm(x.reshape(24, 5), mask=flat)
         return y.reshape(x.shape), jnp.stack([mean] * 3), jnp.stack([var] * 3)
 
-    for a, b in zip(synchronised(x), whole(x), strict=True):
+    def gradient(f):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(f(x)[0])) + jnp.sum(f(x)[2]))
+
+    results = jax.jit(lambda x: [(f(x), gradient(f)(x)) for f in (synchronised, whole)])(x)
+    (values, got), (wanted, want) = results
+    for a, b in zip(values, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    got, want = (
-        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x)[0])) + jnp.sum(f(x)[2]))(x)
-        for f in (synchronised, whole)
-    )
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 

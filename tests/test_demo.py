@@ -1,5 +1,6 @@
 """What a user runs first: `python -m jaxnorm` and examples/, as processes."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -18,9 +19,9 @@ from jaxnorm import _report
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def run(*arguments, cwd):
-    """Runs Python without what conftest.py sets for the tests' own process."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "COLUMNS")}
+def run(*arguments, cwd, flags=""):
+    """Runs Python without what conftest.py sets for the tests' own process, but for XLA's `flags`."""
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | {"XLA_FLAGS": flags}
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -148,7 +149,11 @@ needs_extra = pytest.mark.skipif(
 
 
 def example(name, *arguments, cwd):
-    return run(str(ROOT / "examples" / f"{name}.py"), *arguments, cwd=cwd)
+    """As the tests themselves, these compile for longer than they run."""
+    flags = os.environ["XLA_FLAGS"].split()
+    flags = [f for f in flags if "device_count" not in f]
+    path = str(ROOT / "examples" / f"{name}.py")
+    return run(path, *arguments, cwd=cwd, flags=" ".join(flags))
 
 
 @needs_extra
@@ -156,8 +161,8 @@ def example(name, *arguments, cwd):
     ("name", "steps", "first", "row", "verdict"),
     [
         ("digits", 150, "jax.nn", "held-out accuracy", "OK: both runs reached 95%"),
-        ("resnet", 60, "flax", "held-out accuracy", "OK: every run reached 95%"),
-        ("transformer", 40, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
+        ("resnet", 35, "flax", "held-out accuracy", "OK: every run reached 95%"),
+        ("transformer", 30, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
     ],
 )
 def test_example_in_short(name, steps, first, row, verdict, tmp_path):
@@ -177,11 +182,12 @@ def test_example_in_short(name, steps, first, row, verdict, tmp_path):
 
 
 @needs_extra
-def test_example_of_one_library(tmp_path):
+def test_example_of_one_library_without_training(tmp_path):
     done = example(
-        *("transformer", "--norm", "jaxnorm", "--steps", "40", "--plot", "out.png"), cwd=tmp_path
+        *("transformer", "--norm", "jaxnorm", "--steps", "1", "--plot", "out.png"), cwd=tmp_path
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: jaxnorm reached a loss of" in done.stdout
     assert "flax" not in done.stdout
     assert "agree" not in done.stdout
     assert (tmp_path / "out.png").exists()
@@ -189,11 +195,30 @@ def test_example_of_one_library(tmp_path):
 
 @needs_extra
 @pytest.mark.parametrize(
-    ("name", "problem"),
-    [("digits", "FAILED: jax.nn reached"), ("transformer", "FAILED: flax reached a loss of")],
+    ("losses", "accuracies", "verdict"),
+    [
+        ([0.25], [0.97], "OK: done"),
+        ([0.25, 0.25], [0.97, 0.97], "OK: done; their losses agree to 0e+00"),
+        ([0.25], [0.94], "FAILED: jaxnorm reached 94.0%, less than 95%"),
+        ([0.25, 0.25], [0.94, 0.96], "FAILED: flax reached 94.0%, less than 95%"),
+        ([0.25, 0.25], [0.96, np.nan], "FAILED: jaxnorm reached nan%, less than 95%"),
+        ([0.25, 0.26], [0.97, 0.97], "FAILED: the losses differ by 4.0e-02, more than 1e-02"),
+        ([0.25, np.nan], [0.97, 0.97], "FAILED: the losses differ by nan, more than 1e-02"),
+    ],
 )
-def test_example_fails_without_training(name, problem, tmp_path):
-    done = example(name, "--steps", "1", "--plot", "", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert problem in done.stdout
+def test_verdict_of_examples(losses, accuracies, verdict, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import _training
+
+    names = ("flax", "jaxnorm")[-len(losses) :]
+    runs = {
+        name: _training.Run([3.0, *[loss] * _training.LAST], 0.1, 10, 10, None)
+        for name, loss in zip(names, losses, strict=True)
+    }
+    monkeypatch.chdir(tmp_path)
+    options = argparse.Namespace(steps=len(runs["jaxnorm"].losses), plot="")
+    problems = _training.held_out(runs, accuracies, 0.95)
+    status = _training.report("T", runs, options, **problems, reached="done", tolerance=1e-2)
+    assert capsys.readouterr().out.strip().splitlines()[-1] == verdict
+    assert status == verdict.startswith("FAILED")
     assert not list(tmp_path.iterdir())

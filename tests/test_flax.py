@@ -115,8 +115,16 @@ def compare(
         for cls in (theirs, ours)
     ]
     assert uses_kernels(run[1], variables, x) == answered
-    jitted = [jax.jit(f) for f in run]
-    (y, kept), (got, got_kept) = (f(variables, x) for f in jitted)
+
+    def pull(f, v, x):
+        y, pullback = jax.vjp(lambda v, x: f(v, x)[0], v, x)
+        return pullback(normal(y.shape, y.dtype, 9))
+
+    @jax.jit
+    def both(v, x):
+        return [f(v, x) for f in run], [pull(f, v, x) for f in run if answered and gradients]
+
+    ((y, kept), (got, got_kept)), pulls = both(variables, x)
 
     assert jax.tree.structure(got_kept) == jax.tree.structure(kept)
     if not answered:
@@ -129,12 +137,6 @@ def compare(
         close(got_kept[n], kept[n], 16, max(float(jnp.finfo(stats).eps), steps / 16))
     if not gradients:
         return
-
-    dy = normal(y.shape, y.dtype, 9)
-    pulls = [
-        jax.jit(lambda v, x, f=f: jax.vjp(lambda v, x: f(v, x)[0], v, x)[1](dy))(variables, x)
-        for f in run
-    ]
     for want, have in zip(*(jax.tree.leaves(p) for p in pulls), strict=True):
         if want.dtype == jax.dtypes.float0:
             continue

@@ -7,6 +7,7 @@ import oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from suite import value_and_vjp
 
 import jaxnorm
 
@@ -63,16 +64,15 @@ def test_softmax(data):
         kw["bias"] = data.draw(arrays(data.draw(broadcastable(shape)), dtype, special=False))
     if data.draw(st.booleans()):
         kw["scale"] = data.draw(st.sampled_from([0.5, -1.0, 2]))
-    y, pullback = jax.vjp(lambda x: getattr(jaxnorm, op)(x, axis, **kw), x)
+    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    y, (x_bar,) = value_and_vjp(lambda x: getattr(jaxnorm, op)(x, axis, **kw))((x,), ct)
     assert y.dtype == dtype
     assert y.shape == shape
     if not y.size:
         return
     expected = getattr(oracle, op)(x, axis, **kw)
     oracle.assert_close(y, expected, dtype, floor=32)
-    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
     log = op == "log_softmax"
-    (x_bar,) = pullback(ct)
     expected = oracle.softmax_vjp(x, ct, axis, log=log, **kw)[0]
     # The logarithm is kept rounded: exp(y) is as exact as y is long.
     size = oracle.softmax_vjp_size(x, ct, axis, log=log, **kw)
@@ -86,12 +86,17 @@ def test_softmax_invariants(data):
     shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=40))
     axis = data.draw(st.integers(0, len(shape) - 1))
     x = data.draw(arrays(shape, "float64", special=False))
-    y, pullback = jax.vjp(lambda x: jaxnorm.softmax(x, axis), x)
+
+    @jax.jit
+    def run(x, ct):
+        y, pullback = jax.vjp(lambda x: jaxnorm.softmax(x, axis), x)
+        return y, pullback(ct)[0], jaxnorm.softmax(x + 64, axis), jaxnorm.log_softmax(x, axis)
+
+    y, x_bar, moved, log = run(x, np.random.default_rng(1).standard_normal(shape))
     np.testing.assert_allclose(np.sum(y, axis), 1, rtol=1e-13)
-    ct = np.random.default_rng(1).standard_normal(shape)
-    np.testing.assert_allclose(np.sum(pullback(jnp.asarray(ct))[0], axis), 0, atol=1e-13)
-    np.testing.assert_allclose(jaxnorm.softmax(x + 64, axis), y, rtol=1e-12)
-    np.testing.assert_allclose(jaxnorm.log_softmax(x, axis), np.log(y), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(np.sum(x_bar, axis), 0, atol=1e-13)
+    np.testing.assert_allclose(moved, y, rtol=1e-12)
+    np.testing.assert_allclose(log, np.log(y), rtol=1e-10, atol=1e-12)
 
 
 @settings(SETTINGS, max_examples=15)
@@ -101,9 +106,14 @@ def test_permutation(data):
     shape = data.draw(hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=20))
     x = data.draw(arrays(shape, "float32"))
     order = np.array(data.draw(st.permutations(range(shape[-1]))), int)
-    y = np.asarray(jaxnorm.softmax(x))
-    np.testing.assert_allclose(jaxnorm.softmax(x[..., order]), y[..., order], rtol=2e-6)
-    moved = jaxnorm.softmax(jnp.moveaxis(x, -1, 0), axis=0)
+
+    @jax.jit
+    def run(x):
+        moved = jaxnorm.softmax(jnp.moveaxis(x, -1, 0), axis=0)
+        return jaxnorm.softmax(x), jaxnorm.softmax(x[..., order]), moved
+
+    y, reordered, moved = map(np.asarray, run(x))
+    np.testing.assert_allclose(reordered, y[..., order], rtol=2e-6)
     np.testing.assert_allclose(np.moveaxis(np.asarray(moved), 0, -1), y, rtol=2e-6)
 
 
@@ -130,13 +140,13 @@ def test_relu(data):
     dtype, shape = data.draw(dtypes), data.draw(shapes)
     x, y = data.draw(arrays(shape, dtype)), data.draw(arrays(shape, dtype))
     ct = data.draw(arrays(shape, dtype))
-    out, pullback = jax.vjp(jaxnorm.add_relu, x, y)
+    out, bars = value_and_vjp(jaxnorm.add_relu)((x, y), ct)
     np.testing.assert_array_equal(oracle.f64(out), oracle.relu(x, y))
-    for bar in pullback(ct):
+    for bar in bars:
         np.testing.assert_array_equal(oracle.f64(bar), oracle.relu_vjp(x, ct, y))
-    out, pullback = jax.vjp(jaxnorm.relu, x)
+    out, (bar,) = value_and_vjp(jaxnorm.relu)((x,), ct)
     np.testing.assert_array_equal(oracle.f64(out), oracle.relu(x))
-    np.testing.assert_array_equal(oracle.f64(pullback(ct)[0]), oracle.relu_vjp(x, ct))
+    np.testing.assert_array_equal(oracle.f64(bar), oracle.relu_vjp(x, ct))
 
 
 @SETTINGS
@@ -159,16 +169,16 @@ def test_norm(data):
         out = getattr(jaxnorm, op)(x, scale, **kw)
         return out[0] if "residual" in kw else out
 
-    y, pullback = jax.vjp(call, x, scale)
+    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    y, bars = value_and_vjp(call)((x, scale), ct)
     assert y.dtype == dtype
     assert y.shape == shape
     if not y.size:
         return
     oracle.assert_close(y, getattr(oracle, op)(x, scale, **kw), dtype, floor=64)
-    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
     kw |= {"dy": ct, "scale": scale, "center": op == "layer_norm"}
     expected, sizes = oracle.norm_vjp(x, **kw), oracle.norm_vjp(x, **kw, sizes=True)
-    for bar, want, size in zip(pullback(ct), expected, sizes, strict=False):
+    for bar, want, size in zip(bars, expected, sizes, strict=False):
         if np.isfinite(want).all():
             name = bar.dtype.name
             oracle.assert_close(bar, want, name, floor=256, size=size + np.max(size))
@@ -205,7 +215,14 @@ def test_batch_norm(data):
         activation = "relu" if relu else None
         return jaxnorm.batch_norm(x, residual=residual, activation=activation, **kw)
 
-    (y, mean, var), pullback = jax.vjp(call, x)
+    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+    @jax.jit
+    def run(x, ct):
+        (y, mean, var), pullback = jax.vjp(call, x)
+        return y, mean, var, pullback((ct, jnp.zeros_like(mean), jnp.zeros_like(var)))[0]
+
+    y, mean, var, bar = run(x, ct)
     features = tuple(shape[a] for a in sorted(a % len(shape) for a in np.atleast_1d(axis)))
     assert y.dtype == dtype
     assert y.shape == shape
@@ -221,8 +238,6 @@ def test_batch_norm(data):
     oracle.assert_close(y, expected, dtype, floor=64, size=size)
     if not np.isfinite(wanted_var).all():
         return
-    ct = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
-    (bar,) = pullback((ct, jnp.zeros_like(mean), jnp.zeros_like(var)))
     kw["positive"] = oracle.f64(y) > 0 if relu else None
     want, size = (oracle.batch_norm_vjp(x, ct, **kw, sizes=s)[0] for s in (False, True))
     if np.isfinite(want).all():
@@ -246,7 +261,7 @@ def test_vmap_is_a_loop(data):
 
         return jaxnorm.log_softmax(x, along, bias=bias), jax.grad(total)(x)
 
-    mapped = jax.vmap(f, axis)(x)
+    mapped, f = jax.jit(jax.vmap(f, axis))(x), jax.jit(f)
     for i in range(shape[axis]):
-        for got, want in zip(mapped, f(jnp.take(x, i, axis)), strict=True):
+        for got, want in zip(mapped, f(np.asarray(x).take(i, axis)), strict=True):
             np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-6)

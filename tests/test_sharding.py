@@ -3,6 +3,7 @@
 On eight CPU devices, and on two GPUs where there are two (tests/meshes.py).
 """
 
+import functools
 import math
 import socket
 
@@ -68,6 +69,11 @@ def alone(f, *args, mesh=AUTO):
     return jax.tree.map(np.asarray, jax.jit(f)(*(jax.device_put(a, device) for a in args)))
 
 
+@functools.cache
+def both_alone(op, mesh=AUTO):
+    return alone(both(call(op)), X, mesh=mesh)
+
+
 def assert_only_small_sums(program, mesh, rows, count):
     """At most `count` all-reduces, each of one float32 per row that a device holds, or two."""
     assert_only_small_all_reduces(program, mesh, 2 * 4 * rows, count)
@@ -91,10 +97,9 @@ def test_rows(mesh, op, spec):
     """No collective, forward, tangents and gradient; each device calls the kernel on its rows."""
     with scope(mesh):
         x = put(X, spec, mesh)
-        program = hlo.text(both(call(op)), x)
-        results = jax.jit(both(call(op)))(x)
+        program, results = hlo.run(both(call(op)), x)
     assert hlo.collectives(program) == []
-    assert_same(results, alone(both(call(op)), X, mesh=mesh))
+    assert_same(results, both_alone(op, mesh))
     for r in results:
         assert r.sharding.is_equivalent_to(x.sharding, 2)
     stem = op.split("_")[-1]
@@ -119,7 +124,7 @@ def test_split_rows(mesh, op, spec):
     rows = ROWS // blocks(mesh, spec[0])
     assert_only_small_sums(forward, mesh, rows, ROW_OPS[op][0])
     assert_only_small_sums(backward, mesh, rows, ROW_OPS[op][1])
-    assert_same(results, alone(both(call(op)), X, mesh=mesh))
+    assert_same(results, both_alone(op, mesh))
     for r in results:
         assert r.sharding.is_equivalent_to(x.sharding, 2)
 
@@ -132,8 +137,7 @@ def test_relu_with_split_last_axis(mesh, op, columns, spec):
     x = rand((ROWS, columns), 6)
     with scope(mesh):
         sharded = put(x, spec, mesh)
-        program = hlo.text(both(call(op)), sharded)
-        results = jax.jit(both(call(op)))(sharded)
+        program, results = hlo.run(both(call(op)), sharded)
     assert_same(results, alone(both(call(op)), x, mesh=mesh))
     if columns % (8 * blocks(mesh, spec[1])) == 0:
         assert hlo.collectives(program) == []
@@ -145,14 +149,15 @@ def test_strided_axis(op, spec):
     """Softmax along an axis in the middle."""
     f = lambda x: getattr(jaxnorm, op)(x, axis=1)  # noqa: E731
     x = put(BATCHED, spec, AUTO)
-    found = hlo.collectives(hlo.text(both(f), x))
+    program, results = hlo.run(both(f), x)
+    found = hlo.collectives(program)
     if spec[1] is None:
         assert found == []
     else:
         assert {c.kind for c in found} == {"all-reduce"}
         per_row = 4 * BATCH * COLUMNS // blocks(AUTO, spec[0]) // blocks(AUTO, spec[2])
         assert all(hlo.BYTES[t] * math.prod(s) <= per_row for c in found for t, s in c.arrays)
-    assert_same(jax.jit(both(f))(x), alone(both(f), BATCHED))
+    assert_same(results, alone(both(f), BATCHED))
 
 
 # ---- vmap ----
@@ -169,8 +174,8 @@ def test_vmap_rows(mesh, op, spec):
 
     with scope(mesh):
         x = put(BATCHED, spec, mesh)
-        assert hlo.collectives(hlo.text(f, x)) == []
-        results = jax.jit(f)(x)
+        program, results = hlo.run(f, x)
+    assert hlo.collectives(program) == []
     assert_same(results, alone(f, BATCHED, mesh=mesh))
 
 
@@ -182,7 +187,7 @@ def test_vmap_split_rows(mesh, op, spec):
 
     with scope(mesh):
         x = put(BATCHED, spec, mesh)
-        program, result = hlo.text(f, x), jax.jit(f)(x)
+        program, result = hlo.run(f, x)
     assert_only_small_sums(program, mesh, BATCH // blocks(mesh, spec[0]) * ROWS, 3)
     assert_same(result, alone(f, BATCHED, mesh=mesh))
 
@@ -223,7 +228,7 @@ def test_where_and_bias(mesh, op, spec, operands_sharded):
     operands = (WHERE, FULL_WHERE, BIAS)
     with scope(mesh):
         x, placed = put(X, spec, mesh), [place(a) for a in operands]
-        program, results = hlo.text(f, x, *placed), jax.jit(f)(x, *placed)
+        program, results = hlo.run(f, x, *placed)
     assert_same(results, alone(f, X, *operands, mesh=mesh))
     if spec[1] is None:
         assert hlo.collectives(program) == []
@@ -275,8 +280,7 @@ def test_norm_parameters_with_whole_rows(mesh, op, spec, masked):
         x, residual = put(X, spec, mesh), put(W, spec, mesh)
         scale, bias = put(SCALE, P(None), mesh), put(SHIFT, P(None), mesh)
         forward = hlo.text(lambda *a: f(*a)[:2], x, residual, scale, bias)
-        program = hlo.text(f, x, residual, scale, bias)
-        results = jax.jit(f)(x, residual, scale, bias)
+        program, results = hlo.run(f, x, residual, scale, bias)
     assert hlo.collectives(forward) == []
     (found,) = hlo.collectives(program)
     assert found.kind == "all-reduce"
@@ -296,8 +300,8 @@ def test_norm_parameters_with_split_rows(mesh, op, spec, masked):
     with scope(mesh):
         x, residual = put(X, spec, mesh), put(W, spec, mesh)
         scale, bias = put(SCALE, P(spec[1]), mesh), put(SHIFT, P(spec[1]), mesh)
-        found = hlo.collectives(hlo.text(f, x, residual, scale, bias))
-        results = jax.jit(f)(x, residual, scale, bias)
+        program, results = hlo.run(f, x, residual, scale, bias)
+    found = hlo.collectives(program)
     assert {c.kind for c in found} == {"all-reduce"}
     rows, columns = ROWS // blocks(mesh, spec[0]), COLUMNS // blocks(mesh, spec[1])
     assert sum(c.bytes for c in found) <= 4 * (6 * rows + 2 * columns)
@@ -316,7 +320,7 @@ def test_norm_parameters_per_example(mesh, op, spec):
             put(a, P(*spec, *(None,) * (a.ndim - 1)), mesh)
             for a in (BATCHED, residual, scale, bias)
         ]
-        program, results = hlo.text(f, *args), jax.jit(f)(*args)
+        program, results = hlo.run(f, *args)
     assert hlo.collectives(program) == []
     assert_same(results, alone(f, BATCHED, residual, scale, bias, mesh=mesh))
 
@@ -417,8 +421,7 @@ def test_batch_norm(mesh, spec, masked):
     with scope(mesh):
         whole, args = image_arguments(mesh, spec)
         forward = hlo.text(lambda *a: f(*a)[:3], *args)
-        program = hlo.text(f, *args)
-        results = jax.jit(f)(*args)
+        program, results = hlo.run(f, *args)
     features = 64 // blocks(mesh, spec[2])
     devices = blocks(mesh, spec[0]) * blocks(mesh, spec[1])  # that share a feature
     numbers = 3 if masked else 2
@@ -441,7 +444,7 @@ def test_batch_norm_channels_first(mesh, spec):
     whole = (x, SCALE, SHIFT, rand(x.shape, 22))
     with scope(mesh):
         args = [put(a, spec if a.ndim == 3 else P(spec[1]), mesh) for a in whole]
-        program, results = hlo.text(f, *args), jax.jit(f)(*args)
+        program, results = hlo.run(f, *args)
     count = 0 if spec[0] is None else 2
     assert [c.kind for c in hlo.collectives(program)] == ["all-reduce"] * count
     assert_same_images(results, alone(f, *whole, mesh=mesh))
@@ -453,7 +456,7 @@ def test_batch_norm_with_torn_bytes(mesh, spec):
     f = batch_norm_with_everything(None)
     with scope(mesh):
         whole, args = image_arguments(mesh, spec, 20)
-        program, results = hlo.text(f, *args), jax.jit(f)(*args)
+        program, results = hlo.run(f, *args)
     assert {c.kind for c in hlo.collectives(program)} == {"all-reduce"}
     assert max(c.bytes for c in hlo.collectives(program)) < IMAGES[..., :20].nbytes // 8
     assert_same_images(results, alone(f, *whole, mesh=mesh))
@@ -475,7 +478,7 @@ def test_batch_norm_inference(mesh, spec):
 
     with scope(mesh):
         whole, args = image_arguments(mesh, spec)
-        program, results = hlo.text(f, *args), jax.jit(f)(*args)
+        program, results = hlo.run(f, *args)
     assert hlo.collectives(program) == []
     assert_same_images(results, alone(f, *whole, mesh=mesh))
 
@@ -610,10 +613,11 @@ def test_between_matrix_products(op):
 
     g = jax.grad(f, (0, 1))
     x, wd = put(X, P("d", None), AUTO), put(w, P(None, None), AUTO)
-    found = hlo.collectives(hlo.text(g, x, wd))
+    program, results = hlo.run(g, x, wd)
+    found = hlo.collectives(program)
     assert {c.kind for c in found} <= {"all-reduce"}
     assert sum(c.bytes for c in found) <= 2 * 4 * w.size  # the two weight gradients
-    assert_same(jax.jit(g)(x, wd), alone(g, X, w))
+    assert_same(results, alone(g, X, w))
 
 
 @ops
@@ -623,15 +627,17 @@ def test_scan_and_remat(op):
         return jax.grad(lambda x: jnp.sum(jax.lax.scan(body, x, None, length=3)[0]))(x)
 
     x = put(X, P("d", None), AUTO)
-    assert hlo.collectives(hlo.text(f, x)) == []
-    assert_same(jax.jit(f)(x), alone(f, X))
+    program, result = hlo.run(f, x)
+    assert hlo.collectives(program) == []
+    assert_same(result, alone(f, X))
 
 
 @ops
 def test_second_derivative(op):
     g = gradient(lambda x: gradient(call(op))(x))
+    expected = alone(g, X)
     for spec in (P("d", None), P("d", "m")):
-        assert_same(jax.jit(g)(put(X, spec, AUTO)), alone(g, X))
+        assert_same(jax.jit(g)(put(X, spec, AUTO)), expected)
 
 
 @over([P("d", None)])
@@ -647,11 +653,11 @@ def test_set_mesh(mesh, op, spec):
         return both(call(op))(x)
 
     with jax.set_mesh(mesh):
-        program, results = hlo.text(f, X), jax.jit(f)(X)
+        program, results = hlo.run(f, X)
         if AxisType.Explicit in mesh.axis_types:
             assert all(jax.typeof(r).sharding.spec == spec for r in results)
     assert hlo.collectives(program) == []
-    assert_same(results, alone(both(call(op)), X, mesh=mesh))
+    assert_same(results, both_alone(op, mesh))
 
 
 @over(ROW_SPECS, ["auto"])
@@ -668,8 +674,9 @@ def test_eager(mesh, op, spec):
 def test_replicated_and_unsharded(op):
     for sharding in (NamedSharding(AUTO, P(None, None)), CPUS[3]):
         x = jax.device_put(X, sharding)
-        assert hlo.collectives(hlo.text(both(call(op)), x)) == []
-        assert_same(jax.jit(both(call(op)))(x), alone(both(call(op)), X))
+        program, results = hlo.run(both(call(op)), x)
+        assert hlo.collectives(program) == []
+        assert_same(results, both_alone(op))
 
 
 @over([P("d", None), P("d", "m"), P(None, "m")], ["auto"])
@@ -720,15 +727,17 @@ def test_shard_map(mesh, op, spec, check_vma):
         return jax.shard_map(call(op), **kw, check_vma=check_vma)(x)
 
     x = put(X, spec, mesh)
-    program = hlo.text(mapped, x)
+    program, result = hlo.run(mapped, x)
     assert hlo.collectives(program) == []
     if "softmax" in op and "jaxnorm_softmax_fwd" in targets(mesh):
         (only,) = hlo.custom_calls(program)
         assert only.arrays == (("f32", (ROWS // mesh.shape["d"], COLUMNS)),)
-    assert_same(jax.jit(mapped)(x), alone(call(op), X, mesh=mesh))
-    assert_same(jax.jit(both(mapped))(x), alone(both(call(op)), X, mesh=mesh))
-    second = gradient(gradient(mapped))
-    assert_same(jax.jit(second)(x), alone(gradient(gradient(call(op))), X, mesh=mesh))
+    assert_same(result, alone(call(op), X, mesh=mesh))
+
+    def derivatives(f):
+        return lambda x: (both(f)(x), gradient(gradient(f))(x))
+
+    assert_same(jax.jit(derivatives(mapped))(x), alone(derivatives(call(op)), X, mesh=mesh))
 
 
 @over([P("d", None)], ["auto"])

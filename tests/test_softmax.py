@@ -1,5 +1,6 @@
 """softmax and log_softmax against the float64 oracle: shapes, special values, gradients."""
 
+import functools
 import itertools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import DTYPES
-from suite import CPU, rand
+from suite import CPU, rand, value_and_vjp, values_and_vjps
 
 import jaxnorm
 
@@ -29,23 +30,18 @@ def forward(op, x, axis=-1, **operands):
     return getattr(oracle, op)(x, axis, **operands)
 
 
-def value_and_vjp(function):
-    """Jitted (x, ct) -> (y, cotangent of x)."""
-
-    @jax.jit
-    def run(x, ct):
-        y, pullback = jax.vjp(function, x)
-        return y, pullback(ct)[0]
-
-    return run
+@functools.cache
+def both(op, axis):
+    """Jitted (x, ct) -> (y, cotangent of x) of jaxnorm and of XLA; compiled once for arrays of one shape and dtype."""
+    run = values_and_vjps(lambda x: jn(op)(x, axis), lambda x: nn(op)(x, axis))
+    return lambda x, ct: [(y, x_bar) for y, (x_bar,) in run((x,), ct)]
 
 
 def check(op, x, axis=-1, seed=5):
     """Result and gradient against the oracle, errors next to XLA's."""
     dtype = x.dtype.name
     ct = rand(x.shape, dtype, seed, 1.0)
-    y, x_bar = value_and_vjp(lambda x: jn(op)(x, axis))(x, ct)
-    y_xla, x_bar_xla = value_and_vjp(lambda x: nn(op)(x, axis))(x, ct)
+    (y, x_bar), (y_xla, x_bar_xla) = both(op, axis)(x, ct)
     expected = forward(op, x, axis)
     # Probabilities are judged one by one; logarithms, which are 0 where one is 1, by their mean.
     size = np.abs(expected) if op == "softmax" else None
@@ -97,10 +93,10 @@ def test_short_rows(op, dtype, columns):
     x = rand((2501, columns), dtype)
     check(op, x)
     where = _operand("where", (1, columns)).at[0, 0].set(True)
-    y, pullback = jax.vjp(lambda x: jn(op)(x, where=where, scale=1.5), x)
-    oracle.assert_close(y, forward(op, x, where=where, scale=1.5), dtype, floor=32)
     ct = rand(x.shape, dtype, 3)
-    check_vjp(op, pullback(ct)[0], x, ct, floor=32, where=where, scale=1.5)
+    y, (x_bar,) = value_and_vjp(lambda x: jn(op)(x, where=where, scale=1.5))((x,), ct)
+    oracle.assert_close(y, forward(op, x, where=where, scale=1.5), dtype, floor=32)
+    check_vjp(op, x_bar, x, ct, floor=32, where=where, scale=1.5)
 
 
 @ops
@@ -114,8 +110,9 @@ def test_many_rows(op):
 def test_oracle_agrees_with_jax(op, dtype):
     """The oracle itself is right: XLA in float64 gives the same."""
     x = rand((4, 33), "float64")
-    oracle.assert_close(nn(op)(x), forward(op, x), "float64", floor=64)
-    assert jn(op)(x.astype(dtype)).dtype == nn(op)(x.astype(dtype)).dtype
+    oracle.assert_close(jax.jit(nn(op))(x), forward(op, x), "float64", floor=64)
+    x = x.astype(dtype)
+    assert jax.eval_shape(jn(op), x).dtype == jax.eval_shape(nn(op), x).dtype
 
 
 # ---- shapes and axes ----
@@ -167,8 +164,8 @@ def test_wide_strided_axis(op, dtype, shape):
 @pytest.mark.parametrize("axis", [0, -1])
 def test_empty(op, shape, axis):
     x = jnp.zeros(shape)
-    y, x_bar = value_and_vjp(lambda x: jn(op)(x, axis))(x, x)
-    assert y.shape == x_bar.shape == nn(op)(x, axis).shape == shape
+    (y, x_bar), (y_xla, _) = both(op, axis)(x, x)
+    assert y.shape == x_bar.shape == y_xla.shape == shape
 
 
 @ops
@@ -182,8 +179,8 @@ def test_size_one(op, shape):
 def test_no_axes(op):
     """The empty tuple reduces nothing: every element is a row of its own, as in jax.nn."""
     x = rand((3, 4))
-    y, x_bar = value_and_vjp(lambda x: jn(op)(x, ()))(x, x)
-    np.testing.assert_array_equal(y, nn(op)(x, ()))
+    (y, x_bar), (y_xla, _) = both(op, ())(x, x)
+    np.testing.assert_array_equal(y, y_xla)
     np.testing.assert_array_equal(x_bar, 0)
 
 
@@ -248,17 +245,22 @@ def _operand(name, shape):
 def test_broadcast_operand(op, name, axis):
     """All 15 broadcastable shapes: value, and cotangents of x and of the operand."""
     x, ct = rand(FULL), rand(FULL, seed=1)
-    for shape in SMALLER:
-        operand = _operand(name, shape)
-        y = jn(op)(x, axis, **{name: operand})
-        oracle.assert_close(y, forward(op, x, axis, **{name: operand}), "float32", floor=16)
+    operands = [_operand(name, shape) for shape in SMALLER]
+
+    def one(x, operand, ct):
         if name == "where":
-            _, pullback = jax.vjp(lambda x, operand=operand: jn(op)(x, axis, where=operand), x)
-            check_vjp(op, pullback(ct)[0], x, ct, axis, where=operand)
-            continue
-        _, pullback = jax.vjp(lambda x, o: jn(op)(x, axis, **{name: o}), x, operand)
-        x_bar, o_bar = pullback(ct)
+            y, pullback = jax.vjp(lambda x: jn(op)(x, axis, where=operand), x)
+        else:
+            y, pullback = jax.vjp(lambda x, o: jn(op)(x, axis, **{name: o}), x, operand)
+        return y, pullback(ct)
+
+    results = jax.jit(lambda x, os, ct: [one(x, o, ct) for o in os])(x, operands, ct)
+    for shape, operand, (y, (x_bar, *bars)) in zip(SMALLER, operands, results, strict=True):
+        oracle.assert_close(y, forward(op, x, axis, **{name: operand}), "float32", floor=16)
         check_vjp(op, x_bar, x, ct, axis, **{name: operand})
+        if name == "where":
+            continue
+        (o_bar,) = bars
         assert o_bar.shape == shape
         # bias shared by whole rows has no effect: its cotangent is a sum that cancels.
         size = float(np.abs(oracle.f64(ct)).sum()) / max(o_bar.size, 1)
@@ -277,19 +279,19 @@ def test_all_operands_together(op, axis, dtype):
     where = _operand("where", (2, 1, 1, 17))
     scale, bias = rand((3, 1, 1), dtype, 1), rand((1, 3, 5, 1), dtype, 2)
     kw = {"where": where, "scale": scale, "bias": bias}
-    y, pullback = jax.vjp(lambda x: jn(op)(x, axis, **kw), x)
+    y, (x_bar,) = value_and_vjp(lambda x: jn(op)(x, axis, **kw))((x,), ct)
     oracle.assert_close(y, forward(op, x, axis, **kw), dtype)
-    check_vjp(op, pullback(ct)[0], x, ct, axis, floor=32, **kw)
+    check_vjp(op, x_bar, x, ct, axis, floor=32, **kw)
 
 
 @ops
 @pytest.mark.parametrize("scale", [0.125, 2, -1.5, 0.0])
 def test_python_scale(op, scale):
     x, ct = rand((4, 33)), rand((4, 33), seed=1)
-    y, pullback = jax.vjp(lambda x: jn(op)(x, scale=scale), x)
-    y_xla = jax.jit(lambda x: nn(op)(x * scale))(x)
+    run = values_and_vjps(lambda x: jn(op)(x, scale=scale), lambda x: nn(op)(x * scale))
+    (y, (x_bar,)), (y_xla, _) = run((x,), ct)
     oracle.assert_close(y, forward(op, x, scale=scale), "float32", y_xla)
-    check_vjp(op, pullback(ct)[0], x, ct, scale=scale)
+    check_vjp(op, x_bar, x, ct, scale=scale)
 
 
 @ops
@@ -358,12 +360,11 @@ def test_special_values(op, dtype, name):
         x = special(name, dtype, columns)
         if axis == 0:
             x = x.T
-        y, pullback = jax.vjp(lambda x, axis=axis: jn(op)(x, axis), x)
-        y_xla = nn(op)(x, axis)
+        ct = rand(x.shape, dtype, 3)
+        (y, x_bar), (y_xla, _) = both(op, axis)(x, ct)
         oracle.assert_close(y, forward(op, x, axis), dtype, y_xla, floor=32)
         oracle.assert_same_pattern(y, y_xla)
-        ct = rand(x.shape, dtype, 3)
-        check_vjp(op, pullback(ct)[0], x, ct, axis, floor=64)
+        check_vjp(op, x_bar, x, ct, axis, floor=64)
 
 
 @ops
@@ -419,18 +420,24 @@ def test_huge_logits(op, dtype, columns):
     zeros, three_quarters = np.zeros(1, x.dtype), np.full(1, 0.75, x.dtype)
     for axis in (-1,) if columns > 2000 else (-1, 0):
         a = jnp.asarray(x if axis == -1 else np.ascontiguousarray(x.T))
-        for given, operands in (
+        given = (
             ({}, {}),
             ({"scale": 0.7}, {"scale": 0.7}),
             ({"scale": three_quarters}, {"scale": three_quarters}),
             ({"bias": zeros}, {}),
             ({"where": np.ones(a.shape, bool)}, {}),
-        ):
-            y = jax.jit(lambda a, axis=axis, given=given: jn(op)(a, axis, **given))(a)
+        )
+
+        @jax.jit
+        def run(a, axis=axis, given=given):
+            results = [jn(op)(a, axis, **kw) for kw, _ in given]
+            return *results, jn(op)(jnp.zeros_like(a), axis, bias=a)
+
+        *results, biased = run(a)
+        for y, (_, operands) in zip(results, given, strict=True):
             expected = forward(op, a, axis, **operands)
             size = np.abs(expected) + (1 if op == "log_softmax" else 0)
             oracle.assert_close(y, expected, dtype, floor=16, size=size)
-        biased = jax.jit(lambda a, axis=axis: jn(op)(jnp.zeros_like(a), axis, bias=a))(a)
         oracle.assert_close(
             biased, forward(op, a, axis), dtype, floor=16, size=np.abs(expected) + 1
         )
@@ -473,15 +480,19 @@ def test_garbage_at_masked_places(op, dtype, columns, axis):
     def f(x, bias):
         return jn(op)(x, axis, where=where, bias=bias)
 
-    y, pullback = jax.vjp(f, x, bias)
-    y_clean = f(clean_x, clean_bias)
+    @jax.jit
+    def run(x, bias, ct, clean_x, clean_bias):
+        y, pullback = jax.vjp(f, x, bias)
+        _, y_dot = jax.jvp(f, (x, bias), (ct, jnp.zeros_like(bias)))
+        return y, pullback(ct), y_dot, f(clean_x, clean_bias)
+
+    y, bars, y_dot, y_clean = run(x, bias, ct, clean_x, clean_bias)
     np.testing.assert_array_equal(oracle.f64(y), oracle.f64(y_clean))
     masked_value = 0.0 if op == "softmax" else -inf
     assert (oracle.f64(y)[~where] == masked_value).all()
-    for got in pullback(ct):  # x and bias are added: their cotangents are the same
+    for got in bars:  # x and bias are added: their cotangents are the same
         check_vjp(op, got, clean_x, clean_ct, axis, where=where, bias=clean_bias)
         assert (oracle.f64(got)[~where] == 0).all()
-    _, y_dot = jax.jvp(f, (x, bias), (ct, jnp.zeros_like(bias)))
     assert (oracle.f64(y_dot)[~where] == 0).all()
     assert np.isfinite(oracle.f64(y_dot)[where]).all()
 
@@ -504,17 +515,22 @@ def test_masks_and_biases_of_attention(op, dtype, columns, operands):
         bias = rand((1, 2, queries, columns), dtype, 2)
     given = {"where": where, "bias": bias}
 
-    y, pullback = jax.vjp(lambda x: jn(op)(x, scale=0.5, **given), x)
+    def xla(x):
+        z = x.astype("float32") * 0.5 + (0 if bias is None else bias.astype("float32"))
+        return nn(op)(z, where=where).astype(dtype)
+
+    ct = rand(x.shape, dtype, 1)
+    run = jax.jit(
+        lambda x, ct: (value_and_vjp(lambda x: jn(op)(x, scale=0.5, **given))((x,), ct), xla(x))
+    )
+    (y, (x_bar,)), y_xla = run(x, ct)
     visible = np.broadcast_to(True if where is None else where, x.shape)
     expected = forward(op, x, scale=0.5, **given)
     size = np.abs(expected) if op == "softmax" else None
     masked_value = 0.0 if op == "softmax" else -inf
     assert (oracle.f64(y)[~visible] == masked_value).all()
-    z = x.astype("float32") * 0.5 + (0 if bias is None else bias.astype("float32"))
-    y_xla = nn(op)(z, where=where).astype(dtype)
     oracle.assert_close(y, expected, dtype, y_xla, floor=16, size=size)
-    ct = rand(x.shape, dtype, 1)
-    check_vjp(op, pullback(ct)[0], x, ct, floor=64, scale=0.5, **given)
+    check_vjp(op, x_bar, x, ct, floor=64, scale=0.5, **given)
 
 
 @ops
@@ -523,10 +539,11 @@ def test_all_masked_rows(op, dtype):
     """As in jax.nn: 0 (or -inf for the logarithm), and a gradient of 0."""
     x, where = rand((3, 17), dtype), np.ones((3, 17), bool)
     where[1] = False
-    y, pullback = jax.vjp(lambda x: jn(op)(x, where=where), x)
-    expected = nn(op)(x.astype(jnp.float64), where=where)
+    ct = rand(x.shape, dtype, 1)
+    y, (x_bar,) = value_and_vjp(lambda x: jn(op)(x, where=where))((x,), ct)
+    expected = jax.jit(lambda x: nn(op)(x, where=where))(x.astype(jnp.float64))
     oracle.assert_close(y, expected, dtype)
-    x_bar = oracle.f64(pullback(rand(x.shape, dtype, 1))[0])
+    x_bar = oracle.f64(x_bar)
     assert (x_bar[1] == 0).all()
     assert np.isfinite(x_bar).all()
 
@@ -541,14 +558,14 @@ def test_second_derivative_with_mask_is_finite(op):
         y = jn(op)(x, where=where)
         return jnp.sum(jnp.where(where, y, 0) ** 2)
 
-    h = np.asarray(jax.hessian(total)(x))
+    h = np.asarray(jax.jit(jax.hessian(total))(x))
     clean = np.where(where, x, 0.0)
 
     def reference(x):
         y = nn(op)(x, where=where)
         return jnp.sum(jnp.where(where, y, 0) ** 2)
 
-    expected = np.asarray(jax.hessian(reference)(clean))[0, :2, 0, :2]
+    expected = np.asarray(jax.jit(jax.hessian(reference))(clean))[0, :2, 0, :2]
     np.testing.assert_allclose(h[0, :2, 0, :2], expected, rtol=1e-12)
     assert (h[1] == 0).all()
     assert (h[0, 2] == 0).all()
@@ -573,7 +590,7 @@ def test_no_less_accurate_than_xla(op, dtype, columns):
     """Error against float64 at most twice XLA's, each element relative to its own row."""
     for scale, offset in ((1.0, 0.0), (10.0, 0.0), (3.0, 300.0)):
         x = rand((16, columns), dtype, scale=scale, offset=offset)
-        y, y_xla = jax.jit(jn(op))(x), jax.jit(nn(op))(x)
+        (y, _), (y_xla, _) = both(op, -1)(x, x)
         oracle.assert_close(y, forward(op, x), dtype, y_xla, floor=1.5)
 
 
@@ -581,8 +598,8 @@ def test_no_less_accurate_than_xla(op, dtype, columns):
 def test_same_bits_every_time(op):
     x = rand((64, 1025))
     f = value_and_vjp(jn(op))
-    first, again = f(x, x), f(x, x)
-    for a, b in zip(first, again, strict=True):
+    first, again = f((x,), x), f((x,), x)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -16,21 +16,29 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
 mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
 full = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
-errors = {}
-for op in ("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm"):
+OPS = ("softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm")
+
+
+def call(op, x):
     function = getattr(jaxnorm, op)
+    return function(x, x * 0.5) if op == "add_relu" else function(x)
 
-    def f(x, function=function, op=op):
-        return function(x, x * 0.5) if op == "add_relu" else function(x)
 
-    def forward_and_gradient(x, f=f):
-        return f(x), jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+@jax.jit
+def forward_and_gradient(x):
+    def gradient(op):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(call(op, x))))(x)
 
-    alone = jax.jit(forward_and_gradient)(jax.device_put(full, jax.local_devices()[0]))
-    errors[op] = 0.0
-    for spec in (P("d", None), P(("d", "m"), None), P("d", "m"), P(None, ("d", "m"))):
-        x = jax.make_array_from_callback(full.shape, NamedSharding(mesh, spec), lambda i: full[i])
-        for got, want in zip(jax.jit(forward_and_gradient)(x), alone, strict=True):
+    return {op: (call(op, x), gradient(op)) for op in OPS}
+
+
+errors = dict.fromkeys(OPS, 0.0)
+alone = forward_and_gradient(jax.device_put(full, jax.local_devices()[0]))
+for spec in (P("d", None), P(("d", "m"), None), P("d", "m"), P(None, ("d", "m"))):
+    x = jax.make_array_from_callback(full.shape, NamedSharding(mesh, spec), lambda i: full[i])
+    results = forward_and_gradient(x)
+    for op in OPS:
+        for got, want in zip(results[op], alone[op], strict=True):
             for shard in got.addressable_shards:
                 error = np.abs(np.asarray(shard.data) - np.asarray(want)[shard.index]).max()
                 errors[op] = max(errors[op], float(error))

@@ -225,7 +225,7 @@ def _jvp_out_formula(given, results, *, epsilon, **_):
     if "scale_dot" in given:
         terms.append(_xhat(given, epsilon) * given["scale_dot"])
     y_dot = _add(*terms)
-    dtype = given["x"].dtype
+    dtype = given["x" if "x" in given else "y_dot"].dtype  # a tangent of y alone needs no x
     if y_dot is not None:
         # Broadcast first: bits are those of elements.
         shapes = {n: a.shape for n, a in given.items() if n != "y_dot"}

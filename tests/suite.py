@@ -561,6 +561,11 @@ def jvp_of_grad(f, args, w):
 
 
 @transformation(2)
+def jvp_of_jvp(f, args, w):
+    return jax.jvp(lambda *args: jax.jvp(f, args, like(args))[1], args, like(args))
+
+
+@transformation(2)
 def grad_of_jvp(f, args, w):
     return jax.grad(lambda *args: jax.jvp(loss(f, w), args, like(args))[1], _all(args))(*args)
 

@@ -35,6 +35,12 @@ inline constexpr int kStages = kLag<Op, kCluster> + 2;
 template <typename Op, bool kCluster>
 inline constexpr bool kMayHaveOneMore = kCluster || Op::kMode == Mode::kPlain;
 
+// Clusters with rows of odd length are limited by instructions. There the slots of a warp lie side by side, at distances that the
+// compiler knows, and a lane loads the statistics of one of the next 32 rows for its warp: both together take 3 to 5 % less time.
+// Of equal rows 8192 x 128256 elements took 2.5 % less, but 49152 x 32768 took 9 % more, 49152 x 8192 and 16384 1.3 %.
+template <typename Op, bool kCluster>
+inline constexpr bool kByWarps = kCluster && Op::kMode == Mode::kRagged;
+
 // Whether blocks that are all running may add up each other's partial sums, instead of a second launch.
 template <typename Op, bool kCluster>
 inline constexpr bool kMayMeet = Op::kMode == Mode::kPlain && !kCluster;
@@ -93,9 +99,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int block_thread = Kept(static_cast<int>(threadIdx.x));
   const int row_group = set_rows > 1 ? block_thread / threads : 0;
   const int thread = block_thread - row_group * threads;
-  const int first_slot = rank * plan.part_slots + thread;
-  const auto slot_of = [&](int j) { return first_slot + j * threads; };
-  const int slot_step = threads * kVec;
+  constexpr bool kByWarps = jaxnorm::kByWarps<Op, kCluster>;
+  const int apart = kByWarps ? kWarp : threads;  // from one slot of a thread to the next
+  const int first_slot = rank * plan.part_slots + thread / apart * (apart * kSlots) + thread % apart;
+  const auto slot_of = [&](int j) { return first_slot + j * apart; };
+  const int slot_step = apart * kVec;
 
   // In shared memory a warp has its stages, in each of them slot j of array k, at constant distances so that addresses take
   // few registers. After those of all warps are the columns beside whole slots.
@@ -218,6 +226,28 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
     for (int n = 0; n < kKnown; ++n) statistics[n] = op.StatisticsOf(index(n - kLag), n >= kLag && inside(n - kLag));
     int64_t later = index(kKnown - kLag);
+    const auto of_lane = [&](int turn) {
+      const int own = turn + block_thread % kWarp;
+      return op.StatisticsOf(index(own), inside(own));
+    };
+    typename Op::Statistics of_lanes, next_of_lanes;
+    if constexpr (kByWarps) {
+      of_lanes = of_lane(0);
+      next_of_lanes = of_lane(kWarp);
+    }
+    const auto statistics_of_later = [&](int turn) {
+      if constexpr (kByWarps) {
+        if (turn % kWarp == 0) {
+          of_lanes = next_of_lanes;
+          next_of_lanes = of_lane(turn + kWarp);
+        }
+        return of_lanes.FromLane(turn % kWarp);
+      } else {
+        const auto loaded = op.StatisticsOf(later, inside(turn));
+        later += step_rows;
+        return loaded;
+      }
+    };
     for (int place = 0; place < stages; ++place) copy(place, place);
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) op.Offset(scale[j]);
@@ -233,8 +263,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     Sums sums = Sums::Identity();
 #pragma unroll 1
     for (int turn = 0; turn < turns + kLag; ++turn) {
-      const auto upcoming = op.StatisticsOf(later, inside(turn - kLag + kKnown));
-      later += step_rows;
+      const auto upcoming = statistics_of_later(turn - kLag + kKnown);
       Sums own_sums = Sums::Identity();
       if (turn < turns) {
         wait(turn);

@@ -137,6 +137,9 @@ struct NormBwd {
       if constexpr (sizeof(T) == 2) return fma(x, rstd, -mean * rstd);
       return (x - mean) * rstd;
     }
+    __device__ __forceinline__ Statistics FromLane(int lane) const {
+      return {__shfl_sync(kAllLanes, mean, lane), __shfl_sync(kAllLanes, rstd, lane)};
+    }
   };
 
   // Their loads take long, so callers issue them early. 0 beside the rows.

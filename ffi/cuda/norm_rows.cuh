@@ -136,26 +136,34 @@ template <typename Sums, int kLag>
 struct ClusterExchange {
   // Powers of two, for cheap remainders, if there is room.
   static constexpr unsigned kPlaces = sizeof(Sums) <= 16 ? 8 : 2 * kLag + 1, kWarpPlaces = 4;
-  struct alignas(kVecBytes) Shared {
-    Sums blocks[kPlaces][kMaxCluster];
-    Sums warps[kWarpPlaces][kMaxThreads / kWarp];
-    uint64_t barriers[kPlaces], warp_barriers[kWarpPlaces];
+  // A place and its barrier are at a constant distance: one address for both, with a cheap remainder.
+  template <int kN>
+  struct alignas(sizeof(Sums) <= 8 ? 2 * kN * sizeof(Sums) : kVecBytes) Place {
+    Sums of[kN];
+    uint64_t barrier;
+  };
+  using BlocksPlace = Place<kMaxCluster>;
+  using WarpsPlace = Place<kMaxThreads / kWarp>;
+  struct Shared {
+    BlocksPlace blocks[kPlaces];
+    WarpsPlace warps[kWarpPlaces];
   };
   static constexpr int kBytes = sizeof(Sums);
   static constexpr int kWide = kBytes % 8 == 0 ? 2 : 1;
 
   int cluster, warps, lane, warp, rank;
-  int sender = 0;  // of the turn
-  uint32_t places, own_warp, row_warps, barriers, warp_barriers;
+  int sender = 0;                      // of the turn
+  uint32_t block_places, warp_places;  // addresses of the first of them
+  uint32_t own_warp, row_warps;        // what this warp puts, and what this lane of the sender reads, in a place
 
   static __device__ __forceinline__ void Start(Shared& shared, const RowsPlan& plan) {
-    if (threadIdx.x < kWarpPlaces) InitBarrier(&shared.warp_barriers[threadIdx.x], plan.threads_per_row / kWarp);
+    if (threadIdx.x < kWarpPlaces) InitBarrier(&shared.warps[threadIdx.x].barrier, plan.threads_per_row / kWarp);
     for (int i = threadIdx.x; i < static_cast<int>(kPlaces) * kMaxCluster; i += blockDim.x) {
-      shared.blocks[i / kMaxCluster][i % kMaxCluster] = Sums::Identity();
+      shared.blocks[i / kMaxCluster].of[i % kMaxCluster] = Sums::Identity();
     }
     __syncthreads();
     [&]<size_t... kPlace>(std::index_sequence<kPlace...>) {
-      ClusterStart(&shared.barriers[kPlace]...);
+      ClusterStart(&shared.blocks[kPlace].barrier...);
     }(std::make_index_sequence<kPlaces>());
   }
   __device__ __forceinline__ ClusterExchange(Shared& shared, const RowsPlan& plan, int rank, int row_group, int thread)
@@ -164,63 +172,60 @@ struct ClusterExchange {
         lane(thread % kWarp),
         warp(thread / kWarp),
         rank(rank),
-        places(SharedAddress(&shared.blocks[0][0])),
-        own_warp(SharedAddress(&shared.warps[0][warp])),
-        row_warps(SharedAddress(&shared.warps[0][lane % (kWarp / 2)])),
-        barriers(SharedAddress(&shared.barriers[0])),
-        warp_barriers(SharedAddress(&shared.warp_barriers[0])) {}
+        block_places(SharedAddress(&shared.blocks[0])),
+        warp_places(SharedAddress(&shared.warps[0])),
+        own_warp(warp * kBytes),
+        row_warps(lane % (kWarp / 2) * kBytes) {}
 
   // To be called once, after Start and before the first Put.
   __device__ __forceinline__ void Meet() const { ClusterWait(); }
 
   __device__ __forceinline__ Sums Put(Sums sums, unsigned turn) {
-    Sums::StoreMerged(own_warp + WarpPlace(turn), sums, lane);
+    const uint32_t place = WarpPlace(turn);
+    Sums::StoreMerged(place + own_warp, sums, lane);
     __syncwarp();
-    if (lane == 0) ArriveAtBarrier(WarpBarrier(turn));
+    if (lane == 0) ArriveAtBarrier(place + offsetof(WarpsPlace, barrier));
     return sums;
   }
   __device__ __forceinline__ void Begin(unsigned turn) {
     if (warp == sender) {
-      WaitForBarrier(WarpBarrier(turn), turn / kWarpPlaces & 1);
+      const uint32_t from = WarpPlace(turn), to = BlockPlace(turn), barrier = to + offsetof(BlocksPlace, barrier);
+      WaitForBarrier(from + offsetof(WarpsPlace, barrier), turn / kWarpPlaces & 1);
       const bool exists = lane % (kWarp / 2) < warps;
-      Sums sums = exists ? LoadShared<Sums>(row_warps + WarpPlace(turn)) : Sums::Identity();
+      Sums sums = exists ? LoadShared<Sums>(from + row_warps) : Sums::Identity();
       sums = Sums::MergeLanes(sums, kWarp / 2);
-      if (lane == 0) ExpectFromPeers(Barrier(turn), cluster * kBytes);
-      if (lane < cluster) SendToPeer<kWide>(places + BlockPlace(turn) + rank * kBytes, Barrier(turn), lane, sums);
+      if (lane == 0) ExpectFromPeers(barrier, cluster * kBytes);
+      if (lane < cluster) SendToPeer<kWide>(to + rank * kBytes, barrier, lane, sums);
     }
     sender = sender + 1 == warps ? 0 : sender + 1;
   }
   __device__ __forceinline__ Sums End(Sums, unsigned turn) const {
-    WaitForBarrier(Barrier(turn), turn / kPlaces & 1);
-    const uint32_t from = places + BlockPlace(turn);
-    const Sums sums = AddBlocks(Sums::Identity(), from);
-    return cluster > 8 ? AddBlocks(sums, from + 8 * kBytes) : sums;
+    const uint32_t from = BlockPlace(turn);
+    WaitForBarrier(from + offsetof(BlocksPlace, barrier), turn / kPlaces & 1);
+    const Sums sums = OfBlocks(from);
+    return cluster > 8 ? Sums::Merge(sums, OfBlocks(from + 8 * kBytes)) : sums;
   }
 
  private:
-  // Adds those of 8 blocks, of which some may not be there and have 0. That takes less time than shuffles.
-  static __device__ __forceinline__ Sums AddBlocks(Sums sums, uint32_t from) {
+  // Of 8 blocks together, of which some may not be there and have 0. That takes less time than shuffles.
+  static __device__ __forceinline__ Sums OfBlocks(uint32_t from) {
     struct Pair {
       Sums of[2];
     };
+    Sums sums;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const auto pair = LoadShared<Pair>(from + i * kBytes);
-      sums = Sums::Merge(sums, Sums::Merge(pair.of[0], pair.of[1]));
+      const Sums two = Sums::Merge(pair.of[0], pair.of[1]);
+      sums = i == 0 ? two : Sums::Merge(sums, two);
     }
     return sums;
   }
-  static __device__ __forceinline__ uint32_t WarpPlace(unsigned turn) {
-    return turn % kWarpPlaces * static_cast<uint32_t>(sizeof(Shared::warps) / kWarpPlaces);
+  __device__ __forceinline__ uint32_t WarpPlace(unsigned turn) const {
+    return warp_places + turn % kWarpPlaces * static_cast<uint32_t>(sizeof(WarpsPlace));
   }
-  static __device__ __forceinline__ uint32_t BlockPlace(unsigned turn) {
-    return turn % kPlaces * static_cast<uint32_t>(sizeof(Shared::blocks) / kPlaces);
-  }
-  __device__ __forceinline__ uint32_t Barrier(unsigned turn) const {
-    return barriers + turn % kPlaces * static_cast<uint32_t>(sizeof(uint64_t));
-  }
-  __device__ __forceinline__ uint32_t WarpBarrier(unsigned turn) const {
-    return warp_barriers + turn % kWarpPlaces * static_cast<uint32_t>(sizeof(uint64_t));
+  __device__ __forceinline__ uint32_t BlockPlace(unsigned turn) const {
+    return block_places + turn % kPlaces * static_cast<uint32_t>(sizeof(BlocksPlace));
   }
 };
 

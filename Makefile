@@ -5,7 +5,8 @@
 VENV = .venv
 PYTHON =
 ARGS =
-WORKERS = -n auto --maxprocesses=8
+# Neighbours share programs that are compiled, so workers take them in long runs.
+WORKERS = -n auto --maxprocesses=8 --dist worksteal
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --disable-pip-version-check

@@ -32,7 +32,7 @@ def _session(python: str, jax: str) -> None:
         session.run(
             "python", "-c", "import jaxnorm; print(jaxnorm.status())", env={"PYTHONSAFEPATH": "1"}
         )
-        arguments = session.posargs or ["-n", "auto", "--maxprocesses=8"]
+        arguments = session.posargs or ["-n", "auto", "--maxprocesses=8", "--dist=worksteal"]
         session.run("pytest", *arguments, env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 

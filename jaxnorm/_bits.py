@@ -17,6 +17,8 @@ def pack(keep):
 
 def select(bits, t):
     """The elements of t whose bit is set, else 0."""
+    if t.size == 0:  # of which unpackbits raises
+        return t
     keep = jnp.unpackbits(bits, axis=-1, bitorder="little", count=t.shape[-1])
     return jnp.where(keep.astype(bool), t, jnp.zeros((), t.dtype))
 

@@ -231,10 +231,10 @@ def test_empty(shape, axis, activation):
     def both(x, p):
         call = functools.partial(jaxnorm.batch_norm, axis=axis, activation=activation)
         out, pullback = jax.vjp(call, x, p, p)
-        return out, pullback(out)
+        return out, pullback(out), jax.jvp(call, (x, p, p), (x, p, p))[1][0]
 
-    (y, mean, var), (x_bar, scale_bar, bias_bar) = both(x, p)
-    assert y.shape == x_bar.shape == shape
+    (y, mean, var), (x_bar, scale_bar, bias_bar), y_dot = both(x, p)
+    assert y.shape == x_bar.shape == y_dot.shape == shape
     for value in (mean, var):
         assert value.shape == p.shape
         assert np.isnan(value).all() or np.size(x)

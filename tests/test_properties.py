@@ -204,7 +204,7 @@ def test_norm_invariants(data):
 def test_batch_norm(data):
     """Any shape, feature axes, mask and residual: the oracle's value, its NaN, the gradients where they are finite."""
     dtype, shape = data.draw(dtypes), data.draw(shapes)
-    x, axis = data.draw(arrays(shape, dtype)), data.draw(axes(len(shape)))
+    x, axis = data.draw(arrays(shape, dtype, data.draw(st.booleans()))), data.draw(axes(len(shape)))
     axis = tuple(range(len(shape))) if axis is None else axis
     kw, relu = {"axis": axis, "epsilon": 0.5}, data.draw(st.booleans())
     if data.draw(st.booleans()):
@@ -236,12 +236,13 @@ def test_batch_norm(data):
         np.testing.assert_allclose(np.asarray(got)[finite], want[finite], rtol=1e-5, atol=1e-5)
     size = np.nanmax(np.where(np.isfinite(expected), np.abs(expected), 0)) + 1
     oracle.assert_close(y, expected, dtype, floor=64, size=size)
-    if not np.isfinite(wanted_var).all():
-        return
     kw["positive"] = oracle.f64(y) > 0 if relu else None
     want, size = (oracle.batch_norm_vjp(x, ct, **kw, sizes=s)[0] for s in (False, True))
-    if np.isfinite(want).all():
-        oracle.assert_close(bar, want, dtype, floor=256, size=size + np.max(size))
+    finite = np.isfinite(want)  # features do not see each other's NaN
+    if finite.any():
+        size = size[finite] + np.max(size[finite])
+        floor = 256 if dtype in ("float32", "float64") else 8
+        oracle.assert_close(np.asarray(bar)[finite], want[finite], dtype, floor=floor, size=size)
 
 
 @settings(SETTINGS, max_examples=8)

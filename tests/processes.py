@@ -9,6 +9,11 @@ import sys
 SCRIPTS = pathlib.Path(__file__).resolve().parent / "scripts"
 
 
+def compile_flags() -> str:
+    """Those of conftest.py's XLA flags that make compiling fast."""
+    return " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f)
+
+
 def start(script: str, *args, env=None) -> subprocess.Popen:
     """Starts scripts/<script>.py outside this directory and with CPU devices only.
 
@@ -18,8 +23,7 @@ def start(script: str, *args, env=None) -> subprocess.Popen:
         k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "PYTEST_"))
     }
     environment |= {"JAX_PLATFORMS": "cpu", **(env or {})}
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
-    environment["XLA_FLAGS"] = " ".join([environment.get("XLA_FLAGS", ""), *flags]).strip()
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {compile_flags()}".strip()
     return subprocess.Popen(
         [sys.executable, "-P", str(SCRIPTS / f"{script}.py"), *map(str, args)],
         env=environment,

@@ -11,6 +11,7 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 
 from jaxnorm import __main__ as report
@@ -150,10 +151,8 @@ needs_extra = pytest.mark.skipif(
 
 def example(name, *arguments, cwd):
     """As the tests themselves, these compile for longer than they run."""
-    flags = os.environ["XLA_FLAGS"].split()
-    flags = [f for f in flags if "device_count" not in f]
     path = str(ROOT / "examples" / f"{name}.py")
-    return run(path, *arguments, cwd=cwd, flags=" ".join(flags))
+    return run(path, *arguments, cwd=cwd, flags=processes.compile_flags())
 
 
 @needs_extra

@@ -8,7 +8,12 @@
 namespace jaxnorm {
 namespace {
 
-size_t Count(int64_t names) { return std::popcount(static_cast<uint64_t>(names)); }
+// Of a call with scratch.
+Error Parse(ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups, int64_t axis, int64_t end,
+            int64_t operand_names, int64_t result_names, BatchNormArgs* args, Scratch* scratch) {
+  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, args));
+  return LastScratch(results, std::popcount(static_cast<uint64_t>(result_names)), scratch);
+}
 
 auto Binding() {
   return ffi::Ffi::Bind()
@@ -25,10 +30,9 @@ auto Binding() {
 Error BatchNormStats(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
                      int64_t axis, int64_t end, int64_t operand_names, int64_t result_names) {
   BatchNormArgs args;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
-  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
   Scratch scratch;
-  JAXNORM_RETURN_IF_ERROR(LastScratch(results, Count(result_names), &scratch));
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormStats(operand_names, result_names));
+  JAXNORM_RETURN_IF_ERROR(Parse(operands, results, groups, axis, end, operand_names, result_names, &args, &scratch));
   return RunBatchNormStats(stream, args, scratch);
 }
 
@@ -48,10 +52,9 @@ JAXNORM_REGISTER(batch_norm_fwd, BatchNormFwd, Binding().Attr<double>("epsilon")
 Error BatchNormSums(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups,
                     int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon) {
   BatchNormArgs args;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormSums(operand_names, result_names));
-  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
   Scratch scratch;
-  JAXNORM_RETURN_IF_ERROR(LastScratch(results, Count(result_names), &scratch));
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormSums(operand_names, result_names));
+  JAXNORM_RETURN_IF_ERROR(Parse(operands, results, groups, axis, end, operand_names, result_names, &args, &scratch));
   return RunBatchNormSums(stream, args, epsilon, scratch);
 }
 
@@ -74,10 +77,9 @@ Error BatchNormTrain(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rema
                      int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
                      bool relu) {
   BatchNormArgs args;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormTrain(operand_names, result_names, relu));
-  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
   Scratch scratch;
-  JAXNORM_RETURN_IF_ERROR(LastScratch(results, Count(result_names), &scratch));
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormTrain(operand_names, result_names, relu));
+  JAXNORM_RETURN_IF_ERROR(Parse(operands, results, groups, axis, end, operand_names, result_names, &args, &scratch));
   return RunBatchNormTrain(stream, args, epsilon, relu, scratch);
 }
 
@@ -88,10 +90,9 @@ Error BatchNormBwd(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remain
                    int64_t axis, int64_t end, int64_t operand_names, int64_t result_names, double epsilon,
                    int64_t replicas) {
   BatchNormArgs args;
-  JAXNORM_RETURN_IF_ERROR(CheckBatchNormBwd(operand_names, result_names, replicas));
-  JAXNORM_RETURN_IF_ERROR(ParseBatchNorm(operands, results, groups, axis, end, operand_names, result_names, &args));
   Scratch scratch;
-  JAXNORM_RETURN_IF_ERROR(LastScratch(results, Count(result_names), &scratch));
+  JAXNORM_RETURN_IF_ERROR(CheckBatchNormBwd(operand_names, result_names, replicas));
+  JAXNORM_RETURN_IF_ERROR(Parse(operands, results, groups, axis, end, operand_names, result_names, &args, &scratch));
   return RunBatchNormBwd(stream, args, epsilon, replicas, scratch);
 }
 

@@ -197,10 +197,13 @@ inline Lines MakeLines(const BatchNormShape& shape, int64_t most) {
 // A launch: each block has a tile and `span` lines of a group. Neighbouring blocks have neighbouring tiles, so that
 // together they walk through memory in order.
 struct Spans {
-  int span = 1;          // lines of a block
-  uint32_t spans = 1;    // of a group: blocks that share a tile
-  uint32_t blocks = 1;   // of a group: spans * tiles
+  int span = 1;        // lines of a block
+  uint32_t spans = 1;  // of a group: blocks that share a tile
+  FastDiv by_blocks;   // of a group: spans * tiles
+  FastDiv by_tiles;
   bool aligned = false;  // arrays begin on 16 bytes
+
+  int64_t blocks() const { return by_blocks.divisor(); }
 };
 
 // ---- What a block and a thread have ----
@@ -219,9 +222,10 @@ struct Part {
 __device__ __forceinline__ Part FindPart(const Lines& lines, const Spans& spans, bool reversed) {
   Part part;
   const uint32_t index = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  part.group = index / spans.blocks;
-  const uint32_t block = index - part.group * spans.blocks, span = block / static_cast<uint32_t>(lines.tiles);
-  part.tile = static_cast<int>(block - span * lines.tiles);
+  uint32_t block, tile;
+  part.group = spans.by_blocks.DivMod(index, &block);
+  const uint32_t span = spans.by_tiles.DivMod(block, &tile);
+  part.tile = static_cast<int>(tile);
   part.width = lines.Width(part.tile);
   part.begin = int64_t{span} * spans.span;
   part.end = min(lines.lines, part.begin + spans.span);
@@ -290,15 +294,16 @@ class Channels {
         for (int j = 0; j < kCols; ++j) values[i][j] = ToAcc(loaded[i][j / kWide].v[j % kWide]);
       }
     } else {
-      int64_t index = inner_index_, channel = first_;
+      auto left = static_cast<int>(lines_.inner - inner_index_);
+      int64_t channel = first_;
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
 #pragma unroll
         for (int i = 0; i < kN; ++i) {
           if (arrays[i] != nullptr) values[i][j] = ToAcc(arrays[i][channel * stride]);
         }
-        if (++index == lines_.inner) {
-          index = 0;
+        if (--left == 0) {
+          left = static_cast<int>(lines_.inner);
           if (++channel == lines_.channels) channel = 0;
         }
       }
@@ -513,18 +518,25 @@ struct BitsView {
 template <typename T>
 class RaggedBits {
   using Word = uint32_t;
+  static constexpr int kThreads = kBatchNormThreads<T>;
 
  public:
-  __device__ __forceinline__ void Find(const BitsView& view, const Lines& lines, const Part& part) {
-    if (threadIdx.x == 0) place_ = view.rows.Find(int64_t{part.tile} * lines.tile);
-    __syncthreads();
-  }
+  static constexpr int kMostLines = sizeof(Word);
+
+  // Of the columns of a thread each, in the tile and just behind it; or bytes of the mask. Every other call has its own,
+  // so that one barrier is enough.
+  struct Shared {
+    Word words[2][kThreads * kCols / 2];
+  };
+
+  __device__ __forceinline__ RaggedBits(const BitsView& view, const Lines& lines, const Part& part, Shared& shared)
+      : shared_(shared), place_(view.rows.Find(int64_t{part.tile} * lines.tile)) {}
 
   // `flat`: the bits of this thread's columns in kLines lines. `turn` counts the calls.
   template <int kLines>
   __device__ __forceinline__ void Store(const BitsView& view, const Part& part, int64_t line, int turn, Word flat,
-                                        uint8_t* bits) {
-    Word* own = words_[turn % 2];
+                                        uint8_t* bits) const {
+    Word* own = shared_.words[turn % 2];
     own[threadIdx.x] = flat;
     __syncthreads();
     const uint32_t end = view.rows.ByteFrom(place_.col + part.width);
@@ -542,8 +554,8 @@ class RaggedBits {
   // The bits of this thread's columns in kLines lines.
   template <int kLines>
   __device__ __forceinline__ Word Load(const BitsView& view, const Part& part, int64_t line, int turn,
-                                       const uint8_t* bits) {
-    Word* own = words_[turn % 2];
+                                       const uint8_t* bits) const {
+    Word* own = shared_.words[turn % 2];
     const uint32_t begin = view.rows.ByteOf(place_.col), last = view.rows.ByteOf(place_.col + part.width - 1);
     const int64_t first = line * view.line_bytes + place_.first_byte;
     for (uint32_t byte = begin + threadIdx.x; byte <= last; byte += blockDim.x) {
@@ -560,28 +572,31 @@ class RaggedBits {
   }
 
  private:
-  // Of the columns of a thread each, in the tile and just behind it; or bytes of the mask. Every other call has its own,
-  // so that one barrier is enough.
-  Word words_[2][kBatchNormThreads<T> * kCols / 2];
+  Shared& shared_;
   Place place_;
 };
 
-// Columns of a tile at most. With rows of one element there is a byte for each column, and half as many find room.
+// Columns of a tile at most, where bits are read. With rows of one element there is a byte for each column, and half as many
+// find room.
 template <typename T>
 int64_t MostColumns(const BatchNormShape& shape) {
   return kBatchNormThreads<T> * kCols / (shape.last == 1 ? 2 : 1);
 }
 
-// Shared memory for the bits, if they need any.
+// What moves the bits, if they are to be moved.
+struct NoBitsMover {
+  struct Shared {};
+  __device__ __forceinline__ NoBitsMover(const BitsView&, const Lines&, const Part&, Shared&) {}
+};
 template <typename T, Bits kBits>
-using BitsShared = std::conditional_t<kBits == Bits::kRagged, RaggedBits<T>, char>;
+using BitsMover = std::conditional_t<kBits == Bits::kRagged, RaggedBits<T>, NoBitsMover>;
 
 // Bit 8k + j is that of this thread's column j in the batch's line k.
-template <Bits kBits, int kLines, typename S>
+template <Bits kBits, int kLines, typename M>
 __device__ __forceinline__ uint32_t LoadBits(const Batch<kLines>& batch, const BitsView& view, const Part& part,
-                                             int64_t line, int turn, const uint8_t* bits, S& shared) {
+                                             int64_t line, int turn, const uint8_t* bits, const M& mover) {
   if constexpr (kBits == Bits::kRagged) {
-    return shared.template Load<kLines>(view, part, line, turn, bits);
+    return mover.template Load<kLines>(view, part, line, turn, bits);
   } else {
     uint32_t on = 0;
 #pragma unroll
@@ -592,17 +607,14 @@ __device__ __forceinline__ uint32_t LoadBits(const Batch<kLines>& batch, const B
   }
 }
 
-template <Bits kBits, int kLines, typename S>
-__device__ __forceinline__ void StoreBits(const Batch<kLines>& batch, const BitsView& view, const Part& part,
-                                          int64_t line, int turn, uint32_t on, uint8_t* bits, S& shared) {
-  if constexpr (kBits == Bits::kRagged) {
-    shared.template Store<kLines>(view, part, line, turn, on, bits);
-  } else if (batch.count > 0) {
-    const uint32_t there = kLines > 1 ? 0xff : (1u << batch.count) - 1;
+// The same of flat bits, to the mask.
+template <int kLines>
+__device__ __forceinline__ void StoreFlatBits(const Batch<kLines>& batch, uint32_t on, uint8_t* bits) {
+  if (batch.count == 0) return;
+  const uint32_t there = kLines > 1 ? 0xff : (1u << batch.count) - 1;
 #pragma unroll
-    for (int k = 0; k < kLines; ++k) {
-      bits[(batch.at + k * batch.stride) / kCols] = static_cast<uint8_t>(on >> kCols * k & there);
-    }
+  for (int k = 0; k < kLines; ++k) {
+    bits[(batch.at + k * batch.stride) / kCols] = static_cast<uint8_t>(on >> kCols * k & there);
   }
 }
 
@@ -701,7 +713,8 @@ inline Spans MakeSpans(const Lines& lines, int64_t groups, int64_t at_once, int 
   Spans spans;
   spans.span = static_cast<int>(std::min(best, INT32_MAX / step) * step);
   spans.spans = static_cast<uint32_t>((lines.lines + spans.span - 1) / spans.span);
-  spans.blocks = spans.spans * lines.tiles;
+  spans.by_blocks = FastDiv(static_cast<int32_t>(spans.spans * lines.tiles));
+  spans.by_tiles = FastDiv(lines.tiles);
   spans.aligned = aligned;
   return spans;
 }

@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
   T* dresidual = arrays.dresidual ? arrays.dresidual.Of<T>(part.group) : nullptr;
   const uint8_t* bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(part.group);
   Batch<kLines>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(dy, x);
-  [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
-  if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
+  __shared__ typename BitsMover<T, kBits>::Shared bits_shared;
+  const BitsMover<T, kBits> mover(view, lines, part, bits_shared);
 
   part.column = WaitForLaunchBefore(part.column);
   // dx = factor * g + slope * (x - mean) + offset
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kMasked ? 1 : kDxBlocks<
     batch.Load(dy, dys);
     if constexpr (kTerms) batch.Load(x, xs);
     if constexpr (kBits != Bits::kNone) {
-      const uint32_t on = LoadBits<kBits>(batch, view, part, line, turn++, bits, ragged);
+      const uint32_t on = LoadBits<kBits>(batch, view, part, line, turn++, bits, mover);
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) dys[k].Select(on >> kCols * k);
     }
@@ -151,7 +151,7 @@ Error RunDx(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& 
     const Spans spans =
         MakeSpans(lines, arrays.groups, kDxBlocks<T, kBits, kTerms, kMasked> * device.sms, kElementwiseWaves,
                   kBatch<T, 1>, 2, AllAligned<T>(arrays.dy, arrays.x, arrays.dx, arrays.dresidual));
-    const Grid grid{.blocks = spans.blocks * arrays.groups, .threads = ThreadsFor(lines), .early = true};
+    const Grid grid{.blocks = spans.blocks() * arrays.groups, .threads = ThreadsFor(lines), .early = true};
     return Launch<BatchNormDxKernel<T, kBits, kTerms, kMasked>>(
         device, stream, grid, "BatchNormDxKernel", arrays, lines, spans, BitsView(args.shape, lines),
         MaskView(args, lines, arrays.first_group), static_cast<AccT<T>>(epsilon), static_cast<AccT<T>>(n));

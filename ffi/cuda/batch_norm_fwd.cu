@@ -12,6 +12,10 @@
 namespace jaxnorm {
 namespace {
 
+// Lines of one step. With ragged bits as many as a word has bits of: threads wait for each other once for all of them.
+template <typename T, bool kResidual, Bits kBits>
+constexpr int kStep = kBits == Bits::kRagged ? RaggedBits<T>::kMostLines : kBatch<T, 1 + kResidual>;
+
 // Of a multiprocessor, at once.
 template <typename T>
 constexpr int kBlocks = sizeof(T) == 2 ? 3 : 2;
@@ -31,8 +35,6 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
   const bool beyond = kBits == Bits::kRagged && part.place == part.width && part.tile + 1 < lines.tiles;
   const bool reads = part.active || beyond;
   Batch<kLines>(lines, part, part.begin, reads && part.begin < part.full).Prefetch(x, residual);
-  [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
-  if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
 
   part.column = WaitForLaunchBefore(part.column);
   __shared__ Constants<T, 3> constants;
@@ -51,52 +53,70 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kBlocks<T>)
 #pragma unroll
     for (int i = kMean; i <= kBias; ++i) constants.Set(i, numbers[i]);
   }
+  __shared__ typename BitsMover<T, kBits>::Shared bits_shared;
+  const BitsMover<T, kBits> mover(view, lines, part, bits_shared);
   int turn = 0;
-  ForLines<kLines>(lines, part, [&](auto k_lines, int64_t line) {
-    Batch<k_lines> batch(lines, part, line, reads);
-    Cells<T> cells[k_lines] = {};
-    [[maybe_unused]] Cells<T> residuals[k_lines] = {};
-    batch.Load(x, cells);
-    if constexpr (kResidual) batch.Load(residual, residuals);
-#pragma unroll
-    for (int q = 0; q < constants.kParts; ++q) {
-      const auto mean = constants.Get(0, q), factor = constants.Get(1, q), bias = constants.Get(2, q);
-#pragma unroll
-      for (int k = 0; k < k_lines; ++k) {
-        A values[constants.kWidth];
-#pragma unroll
-        for (int j = 0; j < constants.kWidth; ++j) {
-          const int column = q * constants.kWidth + j;
-          values[j] = (cells[k].GetAcc().v[column] - mean.v[j]) * factor.v[j] + bias.v[j];
-          if constexpr (kResidual) values[j] += residuals[k].GetAcc().v[column];
-        }
-        cells[k].SetSome(q, values);
-      }
-    }
+  ForLines<kStep<T, kResidual, kBits>>(lines, part, [&](auto step, int64_t first) {
+    constexpr int k_lines = std::min<int>(step, kLines);
     uint32_t on = 0;
-    if (kBits != Bits::kNone || relu) {
+#pragma unroll 1
+    for (int i = 0; i < step; i += k_lines) {
+      Batch<k_lines> batch(lines, part, first + i, reads);
+      Cells<T> cells[k_lines] = {};
+      [[maybe_unused]] Cells<T> residuals[k_lines] = {};
+      batch.Load(x, cells);
+      if constexpr (kResidual) batch.Load(residual, residuals);
 #pragma unroll
-      for (int k = 0; k < k_lines; ++k) {
-        const Vec<T, kCols> y_line = cells[k].Get();
-        on |= PositiveBits(y_line) << kCols * k;
-        cells[k].Set(Relu(y_line));
+      for (int q = 0; q < constants.kParts; ++q) {
+        const auto mean = constants.Get(0, q), factor = constants.Get(1, q), bias = constants.Get(2, q);
+#pragma unroll
+        for (int k = 0; k < k_lines; ++k) {
+          A values[constants.kWidth];
+#pragma unroll
+          for (int j = 0; j < constants.kWidth; ++j) {
+            const int column = q * constants.kWidth + j;
+            values[j] = (cells[k].GetAcc().v[column] - mean.v[j]) * factor.v[j] + bias.v[j];
+            if constexpr (kResidual) values[j] += residuals[k].GetAcc().v[column];
+          }
+          cells[k].SetSome(q, values);
+        }
       }
+      if (kBits != Bits::kNone || relu) {
+#pragma unroll
+        for (int k = 0; k < k_lines; ++k) {
+          const Vec<T, kCols> y_line = cells[k].Get();
+          on |= PositiveBits(y_line) << kCols * (i + k);
+          cells[k].Set(Relu(y_line));
+        }
+      }
+      if (part.active) batch.Store(y, cells);
+      if constexpr (kBits == Bits::kFlat) StoreFlatBits(batch, on, bits);
     }
-    if (part.active) batch.Store(y, cells);
-    if constexpr (kBits != Bits::kNone) StoreBits<kBits>(batch, view, part, line, turn++, on, bits, ragged);
+    if constexpr (kBits == Bits::kRagged) mover.template Store<step>(view, part, first, turn++, on, bits);
   });
 }
 
 // ---- Launch ----
 
+// Columns of a tile at most. With ragged bits there is a thread more, and so few columns that a thread moves one byte, if that
+// leaves no more than an eighth of the threads idle: a second round for some of them takes longer.
+template <typename T, Bits kBits>
+int64_t TileColumns(const BatchNormShape& shape) {
+  constexpr int64_t kThreads = kBatchNormThreads<T>;
+  if (kBits != Bits::kRagged) return kThreads * kCols;
+  const int64_t most = (kThreads - 1) * kCols, one_round = kThreads * shape.last / shape.bits_cols() / kCols * kCols;
+  return one_round * 8 < kThreads * kCols * 7 ? most : std::min(most, one_round);
+}
+
 template <typename T, bool kResidual, Bits kBits>
 Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu) {
   constexpr int kBeyond = kBits == Bits::kRagged;  // threads
-  const Lines lines = MakeLines(args.shape, (kBatchNormThreads<T> - kBeyond) * kCols);
+  constexpr int kLines = kStep<T, kResidual, kBits>, kLeast = 2 * kBatch<T, 1 + kResidual>;
+  const Lines lines = MakeLines(args.shape, TileColumns<T, kBits>(args.shape));
   return ForGroups(args, [&](const GroupArrays& arrays) {
-    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kElementwiseWaves,
-                                  kBatch<T, 1 + kResidual>, 2, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
-    const Grid grid{.blocks = spans.blocks * arrays.groups,
+    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kElementwiseWaves, kLines,
+                                  kLeast / kLines, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
+    const Grid grid{.blocks = spans.blocks() * arrays.groups,
                     .threads = (lines.tile / kCols + kBeyond + 31) / 32 * 32,
                     .early = true};
     return Launch<BatchNormFwdKernel<T, kResidual, kBits>>(device, stream, grid, "BatchNormFwdKernel", arrays, lines,

@@ -301,7 +301,7 @@ Error Reduce(const DeviceInfo& device, cudaStream_t stream, const GroupArrays& a
     JAXNORM_CHECK(room >= 1);
     // Blocks that run at once and no more: each has partial results to merge and to write.
     spans = MakeSpans(lines, arrays.groups, kReduceBlocks * device.sms, 1, batch, 1, aligned, room);
-    const Grid grid{spans.blocks * arrays.groups, ThreadsFor(lines)};
+    const Grid grid{spans.blocks() * arrays.groups, ThreadsFor(lines)};
     while (partials.lanes < kWarp && MaxSlots(lines) * partials.lanes * 2 <= grid.threads) partials.lanes *= 2;
     const Walk walk = MakeWalk(lines, int64_t{batch} * lines.rows, runs, &spans);
     JAXNORM_RETURN_IF_ERROR(kernel(grid, spans, walk, partials));

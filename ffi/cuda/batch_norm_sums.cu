@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
     Channels(lines, part.column).Load({arrays.mean.Of<A>(part.group)}, mean);
     constants.Set(0, mean[0]);
   }
-  [[maybe_unused]] __shared__ BitsShared<T, kBits> ragged;
-  if constexpr (kBits == Bits::kRagged) ragged.Find(view, lines, part);
+  __shared__ typename BitsMover<T, kBits>::Shared bits_shared;
+  const BitsMover<T, kBits> mover(view, lines, part, bits_shared);
 
   Totals<A> totals[kCols];
   int turn = 0;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kBatchNormThreads<T>, kReduceBlocks)
     batch.Load(dy, dys);
     if constexpr (kProduct) batch.Load(x, xs);
     if constexpr (kBits != Bits::kNone) {
-      const uint32_t on = LoadBits<kBits>(batch, view, part, line, turn++, bits, ragged);
+      const uint32_t on = LoadBits<kBits>(batch, view, part, line, turn++, bits, mover);
 #pragma unroll
       for (int k = 0; k < k_lines; ++k) dys[k].Select(on >> kCols * k);
     }

@@ -58,8 +58,13 @@ class Rows {
         cols_(cols),
         cut_(cols - near_cols_.divisor()) {}
 
-  // A 64-bit division, ~100 instructions: for one thread of a block.
-  __host__ __device__ Place Find(int64_t element) const {
+  // Beyond the first 2^31 elements that takes a 64-bit division, ~100 instructions.
+  __device__ Place Find(int64_t element) const {
+    if (cut_ == 0 && element <= INT32_MAX) {
+      uint32_t col;
+      const uint32_t row = near_cols_.DivMod(static_cast<uint32_t>(element), &col);
+      return {int64_t{row} * near_bytes_.divisor(), col};
+    }
     const int64_t row = element / cols_;
     const int64_t true_col = element - row * cols_;
     const int64_t col = true_col < cut_ ? true_col % 8 : true_col - cut_;

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll 1
   for (int group = 0; group < kCopyGroups; ++group) {
     const uint32_t end = block.WaitForGroup(group);
-#pragma unroll 2
+#pragma unroll 1
     for (; turn < end; ++turn) {
       Cells<T> g = block.Load(0, turn);
       const auto values = block.Load(1, turn).GetAcc();

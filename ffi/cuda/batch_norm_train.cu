@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll 1
     for (int group = 0; group < (pass == 0 ? 1 : kCopyGroups); ++group) {
       const uint32_t end = block.WaitForGroup(group);
-#pragma unroll 2
+#pragma unroll 1
       for (; turn < end; ++turn) {
         const auto values = block.Load(0, turn).GetAcc();
 #pragma unroll

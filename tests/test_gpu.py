@@ -429,6 +429,18 @@ def test_batch_norm_on_chip(shape, axis, dtype):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("shape", [(40, 9, 128), (360, 64), (3000, 8)])
+def test_batch_norm_variance_of_one_block(shape):
+    """Images that differ in brightness: the mean of the first ones is far from that of all."""
+    last = len(shape) - 1
+    brightness = np.linspace(0, 9, shape[0], dtype="float32").reshape(-1, *(1,) * last)
+    f = jax.jit(lambda x: jaxnorm.batch_norm(x, axis=last)[2])
+    for seed in range(6):
+        x = (rand(shape, "float32", seed) + brightness).astype("bfloat16")
+        expected = np.var(oracle.f64(x), tuple(range(last)))
+        oracle.assert_close(f(x), expected, "float32", floor=4)
+
+
 @pytest.mark.parametrize(
     "last", [5, 6, 7, 9, 11, 12, 13, 14, 15, 18, 20, 25, 27, 28, 30, 36, 44, 60, 100]
 )

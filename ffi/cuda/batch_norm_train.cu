@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   }
   __syncthreads();
 
-  // First the mean of what comes first, 1/16: then sums of distances from it, and of their squares, which lose at most
-  // four bits where one is subtracted from the other.
+  // First the mean of what comes first, 1/16 or all: then sums of distances from it, and of their squares, which lose at
+  // most four bits where one is subtracted from the other.
   const float inverse_held = 1 / static_cast<float>(block.held);
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {

@@ -1,7 +1,7 @@
 """Examples in README.md, docs/ and docstrings run as printed; links and make targets exist.
 
-Each page is one program in a process of its own, with JAX's default settings:
-`python test_docs.py PAGE` runs it.
+Each page is one program in a process of its own, with JAX's default settings but for XLA's flags
+that make compiling fast: `python test_docs.py PAGE` runs it, without these.
 """
 
 import doctest
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 
+import processes
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ def modules():
 
 
 def examples(page):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": processes.compile_flags()}
     command = [sys.executable, str(pathlib.Path(__file__)), page]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 

@@ -39,6 +39,13 @@ def rand(shape, dtype, seed=0):
     return jnp.asarray(values).astype(dtype)
 
 
+def brightening(shape, most, seed=0):
+    """Images, along the first dimension, of which later ones are larger, the last by `most`."""
+    rest = (1,) * (len(shape) - 1)
+    ramp = np.linspace(0, most, shape[0], dtype="float32").reshape(-1, *rest)
+    return rand(shape, "float32", seed) + ramp
+
+
 def check(op, x, axis=-1):
     """Result and gradient against the oracle and XLA; the kernels are in the program."""
     dtype, ct = x.dtype.name, rand(x.shape, x.dtype, 1)
@@ -392,7 +399,7 @@ def test_batch_norm_benchmark_cases(case):
 )
 def test_batch_norm_in_several_runs(shape, axis, dtype):
     """Each block has its lines in several runs. Later images are larger: a line left out shows."""
-    x = rand(shape, "float32") + np.linspace(0, 4, shape[0], dtype="float32").reshape(-1, 1, 1, 1)
+    x = brightening(shape, 4)
     test_batch_norm.check(x.astype(dtype), axis=axis, parameters="float32", relu=True, floor=64)
 
 
@@ -413,8 +420,7 @@ def test_batch_norm_in_several_runs(shape, axis, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_batch_norm_on_chip(shape, axis, dtype):
     """Calls that are one launch. Later images are larger: one that is left out shows."""
-    rest = (1,) * (len(shape) - 1)
-    x = rand(shape, "float32") + np.linspace(0, 9, shape[0], dtype="float32").reshape(-1, *rest)
+    x = brightening(shape, 9)
     for relu, residual in ((False, False), (True, False), (True, True)):
         options = {"axis": axis, "parameters": "float32", "relu": relu, "residual": residual}
         test_batch_norm.check(x.astype(dtype), floor=64, **options)
@@ -431,13 +437,12 @@ def test_batch_norm_on_chip(shape, axis, dtype):
 
 @pytest.mark.parametrize("shape", [(40, 9, 128), (360, 64), (3000, 8)])
 def test_batch_norm_variance_of_one_block(shape):
-    """Images that differ in brightness: the mean of the first ones is far from that of all."""
+    """The mean of the first images is far from that of all."""
     last = len(shape) - 1
-    brightness = np.linspace(0, 9, shape[0], dtype="float32").reshape(-1, *(1,) * last)
     # All results: without y it would be a call for statistics.
     f = jax.jit(lambda x: jaxnorm.batch_norm(x, axis=last))
     for seed in range(6):
-        x = (rand(shape, "float32", seed) + brightness).astype("bfloat16")
+        x = brightening(shape, 9, seed).astype("bfloat16")
         expected = np.var(oracle.f64(x), tuple(range(last)))
         oracle.assert_close(f(x)[2], expected, "float32", floor=4)
 

@@ -111,11 +111,11 @@ int64_t TileColumns(const BatchNormShape& shape) {
 template <typename T, bool kResidual, Bits kBits>
 Error RunFwd(const DeviceInfo& device, cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu) {
   constexpr int kBeyond = kBits == Bits::kRagged;  // threads
-  constexpr int kLines = kStep<T, kResidual, kBits>, kLeast = 2 * kBatch<T, 1 + kResidual>;
+  constexpr int kStepLines = kStep<T, kResidual, kBits>, kLeast = 2 * kBatch<T, 1 + kResidual>;
   const Lines lines = MakeLines(args.shape, TileColumns<T, kBits>(args.shape));
   return ForGroups(args, [&](const GroupArrays& arrays) {
-    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kElementwiseWaves, kLines,
-                                  kLeast / kLines, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
+    const Spans spans = MakeSpans(lines, arrays.groups, kBlocks<T> * device.sms, kElementwiseWaves, kStepLines,
+                                  kLeast / kStepLines, AllAligned<T>(arrays.x, arrays.residual, arrays.y));
     const Grid grid{.blocks = spans.blocks() * arrays.groups,
                     .threads = (lines.tile / kCols + kBeyond + 31) / 32 * 32,
                     .early = true};

@@ -121,6 +121,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
   const int64_t shared_bytes = device.max_shared_bytes - kStaticSharedBytes, size = shape.group_size();
   const int64_t blocks = std::min(device.sms, kMostBlocks), cols = shape.channels * shape.inner;
   const bool alike = IsAlike(shape);
+  const bool forward_last = kArrays == 1 && !alike;  // forward, channels last
   if (!device.clusters || shape.groups != 1 || size == 0 || cols % kCols != 0 || (!alike && shape.inner != 1))
     return false;
   if (size / kCols * kCellBytes > shared_bytes * blocks) return false;
@@ -128,8 +129,8 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
   int64_t best = INT64_MAX;
   const auto consider = [&](int64_t tile, int64_t spans) {
     const int64_t tiles = cols / tile, row_threads = tile / kCols;
-    // Forward, channels last, half as many threads have half as many sums to merge before blocks exchange them: 1 % less.
-    const int64_t most_threads = alike || kArrays > 1 || spans == 1 ? kResidentThreads : kResidentThreads / 2;
+    // There half as many threads have half as many sums to merge before blocks exchange them: 1 % less.
+    const int64_t most_threads = forward_last && spans > 1 ? kResidentThreads / 2 : kResidentThreads;
     if (row_threads > most_threads || spans < 1 || (!alike && !std::has_single_bit(static_cast<uint64_t>(tile))))
       return;
     // Whole lines one after the other: each block's begin with a cache line.
@@ -150,9 +151,9 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     const int64_t padded_slots = CeilDiv(slots, 4) * 4;
     const int64_t cells = entry_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
     const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits ? turns * threads : 0);
-    // The first group has one turn of 16. Forward, where one block has every line of few channels last, it has all: there is
-    // little to wait for, and what is the mean of all loses no bit.
-    const int64_t first_turns = kArrays == 1 && !alike && sharers == 1 ? turns : CeilDiv(turns, 16);
+    // The first group has one turn of 16. There, if a block has all lines, it has all: there is little to wait for, and sums
+    // of distances from the mean of all lose no bit.
+    const int64_t first_turns = forward_last && sharers == 1 ? turns : CeilDiv(turns, 16);
     const int64_t group_turns = CeilDiv(turns - first_turns, kCopyGroups - 1);
     uint32_t lane_bits = 0, post_bits = 0;
     while (1 << lane_bits < kWarp && 1 << lane_bits < own_entries && slots << (lane_bits + 1) <= threads) ++lane_bits;

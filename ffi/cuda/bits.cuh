@@ -58,7 +58,7 @@ class Rows {
         cols_(cols),
         cut_(cols - near_cols_.divisor()) {}
 
-  // Beyond the first 2^31 elements that takes a 64-bit division, ~100 instructions.
+  // The place of an element. Beyond the first 2^31 it takes a 64-bit division, ~100 instructions.
   __device__ Place Find(int64_t element) const {
     if (cut_ == 0 && element <= INT32_MAX) {
       uint32_t col;

@@ -43,14 +43,18 @@ struct DeviceOperand : DenseOperand<T> {
     }
   }
 
+  // Not unrolled: four copies of a 64-bit division for each row of each operand made kernels of 266 KB that took three times as
+  // long to compile and up to 1.3 times as long to run.
   __device__ __forceinline__ int64_t RowOffset(int64_t row) const {
     int64_t offset = 0;
     if (wide) {
+#pragma unroll 1
       for (int d = ndim - 1; d > 0; --d) {
         offset += (row % size[d]) * stride[d];
         row /= size[d];
       }
     } else {
+#pragma unroll 1
       for (int d = ndim - 1; d > 0; --d) {
         uint32_t remainder;
         row = digit[d].DivMod(static_cast<uint32_t>(row), &remainder);

@@ -285,6 +285,7 @@ __device__ __forceinline__ void ForEachSlotGroup(const Op& op, const typename Op
       group(base, std::integral_constant<int, kUnroll>());
     }
   }
+#pragma unroll 1  // there are few
   for (; base < end; base += step) group(base, std::integral_constant<int, 1>());
 }
 

@@ -21,6 +21,9 @@ inline constexpr int kCopyGroups = 7;    // what comes first is looked at while 
 inline constexpr int kChannelPosts = 5;  // that a lane reads at once: with 9, channels first took 2 % longer
 inline constexpr int kMostBlocks = kWarp * kChannelPosts;
 
+// Of a thread's 2 * kCols sums of neighbouring channels each plane has 4 (Resident::MergePlanes).
+inline constexpr int kPlaneNumbers = 4, kPlanes = 2 * kCols / kPlaneNumbers;
+
 // Two sums of some elements of a channel.
 struct Sums {
   float first = 0, second = 0;
@@ -87,6 +90,7 @@ struct ResidentPlan {
   uint32_t rows;     // lines that a block works on at once
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
+  FastDiv by_fold;  // sums that the numbers of a plane are first added up to
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.
   uint32_t own_entries;
   uint32_t lane_bits;             // 2^lane_bits lanes of a warp merge a channel's entries
@@ -145,9 +149,11 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     const int64_t own_entries = alike                 ? std::min(tile, shape.inner) / kCols
                                 : row_threads < kWarp ? threads / kWarp
                                                       : rows;
-    const int64_t entry_bytes =
-        CeilDiv(std::max(slots, alike ? threads : (slots + 1) * own_entries) * int64_t{sizeof(Sums)}, kVecBytes) *
-        kVecBytes;
+    const int64_t plane_line = kPlaneNumbers * row_threads;  // whole lines are added up
+    const int64_t fold = CeilDiv(CeilDiv(threads, kPlanes), plane_line) * plane_line;
+    const int64_t entries = std::max(slots, alike ? threads : (slots + 1) * own_entries);
+    const int64_t entry_bytes = forward_last ? kPlanes * (kPlaneNumbers * threads + fold) * int64_t{sizeof(float)}
+                                             : CeilDiv(entries * int64_t{sizeof(Sums)}, kVecBytes) * kVecBytes;
     const int64_t padded_slots = CeilDiv(slots, 4) * 4;
     const int64_t cells = entry_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
     const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits ? turns * threads : 0);
@@ -156,7 +162,8 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     const int64_t first_turns = forward_last && sharers == 1 ? turns : CeilDiv(turns, 16);
     const int64_t group_turns = CeilDiv(turns - first_turns, kCopyGroups - 1);
     uint32_t lane_bits = 0, post_bits = 0;
-    while (1 << lane_bits < kWarp && 1 << lane_bits < own_entries && slots << (lane_bits + 1) <= threads) ++lane_bits;
+    const int64_t lane_entries = forward_last ? fold / plane_line / 4 : own_entries;  // a lane takes four of the first
+    while (1 << lane_bits < kWarp && 1 << lane_bits < lane_entries && slots << (lane_bits + 1) <= threads) ++lane_bits;
     while (kChannelPosts << post_bits < sharers) ++post_bits;
     if (bytes > shared_bytes || 1 << post_bits > kWarp || shape.channels * (sharers + 1) + 1 > posts_room) return;
     const int64_t post_bytes = slots * sharers * int64_t{sizeof(Post<Sums>)};
@@ -187,6 +194,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
              .by_row_threads = by(row_threads),
              .by_rows = by(rows),
              .by_own_entries = by(own_entries),
+             .by_fold = by(fold),
              .own_entries = narrow(own_entries),
              .lane_bits = lane_bits,
              .post_bits = post_bits,
@@ -409,7 +417,9 @@ class Resident {
   __device__ __forceinline__ void Merge(const ColumnNumbers<kAlike>& first, const ColumnNumbers<kAlike>& second,
                                         F write) const {
     const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, row_threads = plan.by_row_threads.divisor();
-    if constexpr (kAlike) {
+    if constexpr (kArrays == 1 && !kAlike) {
+      MergePlanes(first, second, write);
+    } else if constexpr (kAlike) {
       Sums sums = {first[0], second[0]};
       if (plan.slots == 1) {
         sums = LaneSums(sums, kWarp);
@@ -470,6 +480,45 @@ class Resident {
       });
     }
     __syncthreads();
+  }
+
+  // The same with a third of the instructions, all of which the launch fetches for the first time: by way of shared memory, for
+  // which backward has no room. (With half as much room it takes no less time than shuffles.)
+  template <typename F>
+  __device__ __forceinline__ void MergePlanes(const ColumnNumbers<kAlike>& first, const ColumnNumbers<kAlike>& second,
+                                              F write) const {
+    const uint32_t fold = plan.by_fold.divisor(), numbers = kPlaneNumbers * blockDim.x;  // of a plane
+    float4* const planes = reinterpret_cast<float4*>(entries_);
+    float* const folded = reinterpret_cast<float*>(planes + kPlanes * blockDim.x);
+#pragma unroll
+    for (int p = 0; p < kPlanes; ++p) {
+      const ColumnNumbers<kAlike>& from = p < kPlanes / 2 ? first : second;
+      const int j = p % (kPlanes / 2) * kPlaneNumbers;
+      planes[p * blockDim.x + threadIdx.x] = {from[j], from[j + 1], from[j + 2], from[j + 3]};
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < kPlanes * fold; i += blockDim.x) {
+      uint32_t at;
+      const float* const plane = reinterpret_cast<const float*>(planes + plan.by_fold.DivMod(i, &at) * blockDim.x);
+      float values[kPlaneNumbers * kPlanes];  // as many as are `fold` apart, or more
+#pragma unroll
+      for (int k = 0; k < kPlaneNumbers * kPlanes; ++k, at += fold) values[k] = at < numbers ? plane[at] : 0;
+      folded[i] = TreeSum(values);
+    }
+    __syncthreads();
+    ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t lane, bool there) {
+      const uint32_t line = kPlaneNumbers * plan.by_row_threads.divisor();
+      const uint32_t column = slot / kCols * kPlaneNumbers + slot % kPlaneNumbers;
+      const float* const plane = folded + slot % kCols / kPlaneNumbers * fold + column;
+      Sums sums;
+#pragma unroll 4
+      for (uint32_t at = lane * line; there && at < fold; at += line << plan.lane_bits) {
+        sums += {plane[at], plane[at + kPlanes / 2 * fold]};
+      }
+      sums = LaneSums(sums, 1u << plan.lane_bits);
+      if (there && lane == 0) write(slot, sums);
+    });
   }
 
   // ---- Posts ----

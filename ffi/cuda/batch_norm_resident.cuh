@@ -90,8 +90,8 @@ struct ResidentPlan {
   uint32_t rows;     // lines that a block works on at once
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
-  FastDiv by_fold;  // sums that the numbers of a plane are first added up to
-  // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether.
+  FastDiv by_fold;  // sums that the numbers of a plane are first added up to (MergePlanes)
+  // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether (backward).
   uint32_t own_entries;
   uint32_t lane_bits;             // 2^lane_bits lanes of a warp merge a channel's entries
   uint32_t post_bits;             // and 2^post_bits its posts
@@ -482,8 +482,9 @@ class Resident {
     __syncthreads();
   }
 
-  // The same with a third of the instructions, all of which the launch fetches for the first time: by way of shared memory, for
-  // which backward has no room. (With half as much room it takes no less time than shuffles.)
+  // The same forward, with fewer instructions, all of which the launch fetches for the first time: by way of shared memory, for
+  // which backward has no room. (With half as much room it takes no less time than shuffles.) First the numbers of a plane are
+  // added up to `fold` sums, of some lines' columns, then those to one of each column.
   template <typename F>
   __device__ __forceinline__ void MergePlanes(const ColumnNumbers<kAlike>& first, const ColumnNumbers<kAlike>& second,
                                               F write) const {

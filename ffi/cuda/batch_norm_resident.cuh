@@ -432,15 +432,14 @@ class Resident {
       } else {
         entries_[threadIdx.x] = sums;
         __syncthreads();
-        ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t i, bool there) {
+        MergeLanes(write, [&](uint32_t slot, uint32_t i) {
           Sums sums;
-          for (uint32_t end = there ? plan.rows * plan.own_entries : 0; i < end; i += 1u << plan.lane_bits) {
+          for (; i < plan.rows * plan.own_entries; i += 1u << plan.lane_bits) {
             uint32_t column;
             const uint32_t row = plan.by_own_entries.DivMod(i, &column);
             sums += entries_[row * row_threads + slot * plan.own_entries + column];
           }
-          sums = LaneSums(sums, 1u << plan.lane_bits);
-          if (there && (i & ((1u << plan.lane_bits) - 1)) == 0) write(slot, sums);
+          return sums;
         });
       }
     } else {
@@ -472,11 +471,10 @@ class Resident {
         if (lane % 4 < row_threads) entries_[entry * (plan.slots + 1) + slot_ + own + j] = columns[j];
       }
       __syncthreads();
-      ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t i, bool there) {
+      MergeLanes(write, [&](uint32_t slot, uint32_t i) {
         Sums sums;
-        for (; there && i < plan.own_entries; i += 1u << plan.lane_bits) sums += entries_[i * (plan.slots + 1) + slot];
-        sums = LaneSums(sums, 1u << plan.lane_bits);
-        if (there && (i & ((1u << plan.lane_bits) - 1)) == 0) write(slot, sums);
+        for (; i < plan.own_entries; i += 1u << plan.lane_bits) sums += entries_[i * (plan.slots + 1) + slot];
+        return sums;
       });
     }
     __syncthreads();
@@ -508,17 +506,16 @@ class Resident {
       folded[i] = TreeSum(values);
     }
     __syncthreads();
-    ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t lane, bool there) {
+    MergeLanes(write, [&](uint32_t slot, uint32_t lane) {
       const uint32_t line = kPlaneNumbers * plan.by_row_threads.divisor();
       const uint32_t column = slot / kCols * kPlaneNumbers + slot % kPlaneNumbers;
       const float* const plane = folded + slot % kCols / kPlaneNumbers * fold + column;
       Sums sums;
 #pragma unroll 4
-      for (uint32_t at = lane * line; there && at < fold; at += line << plan.lane_bits) {
+      for (uint32_t at = lane * line; at < fold; at += line << plan.lane_bits) {
         sums += {plane[at], plane[at + kPlanes / 2 * fold]};
       }
-      sums = LaneSums(sums, 1u << plan.lane_bits);
-      if (there && lane == 0) write(slot, sums);
+      return sums;
     });
   }
 
@@ -607,6 +604,15 @@ class Resident {
       const uint32_t slot = first + (lane >> bits);
       f(slot, lane & ((1u << bits) - 1), slot < count);
     }
+  }
+
+  // Calls write(slot, sums) by one thread for each slot, with what 2^lane_bits lanes have of it: add(slot, lane).
+  template <typename F, typename Add>
+  __device__ __forceinline__ void MergeLanes(F write, Add add) const {
+    ForGroups(plan.lane_bits, plan.slots, [&](uint32_t slot, uint32_t lane, bool there) {
+      const Sums sums = LaneSums(there ? add(slot, lane) : Sums(), 1u << plan.lane_bits);
+      if (there && lane == 0) write(slot, sums);
+    });
   }
 
   __device__ __forceinline__ uint32_t Padded() const { return (plan.slots + 3) / 4 * 4; }

@@ -1,13 +1,12 @@
-// Launching: what a device offers, asked once, and kernel attributes, set once per device.
+// Launching: what a device offers, asked once, and kernel attributes, set once per device. What needs no kernel's type is in
+// launch.cu, so that it is compiled once.
 #ifndef JAXNORM_CUDA_LAUNCH_CUH_
 #define JAXNORM_CUDA_LAUNCH_CUH_
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <mutex>
+#include <type_traits>
 
 #include "call.h"
 #include "vec.cuh"
@@ -27,49 +26,15 @@ struct DeviceInfo {
   bool clusters = false;   // thread-block clusters, distributed shared memory, bulk copies (Hopper and later)
 };
 
-// Whether the code that a device of this compute capability gets has Hopper's instructions: code compiled for an older
-// architecture alone runs on Hopper too.
-inline bool HasHopperCode(int major, int minor) {
-  int best = 0;  // that the device can run, in the form of __CUDA_ARCH__
-  for (int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch <= 100 * major + 10 * minor) best = std::max(best, arch);
-  }
-  return best >= 900;
-}
+// `what` names the call that returned `status`.
+Error LaunchStatus(cudaError_t status, const char* what);
 
 // Of the current device, which XLA makes that of the call's stream. Cached: handlers run on every execution.
-inline Error CurrentDevice(const DeviceInfo** info) {
-  static std::array<DeviceInfo, kMaxDevices> devices;
-  static std::array<std::atomic<bool>, kMaxDevices> known;
-  static std::mutex mutex;
-  int ordinal = 0;
-  if (cudaError_t status = cudaGetDevice(&ordinal); status != cudaSuccess) {
-    return LaunchStatus(status, "cudaGetDevice");
-  }
-  if (ordinal >= kMaxDevices) return Error::Internal("jaxnorm: more than 64 devices in one process");
-  if (!known[ordinal].load(std::memory_order_acquire)) {
-    const std::lock_guard lock(mutex);
-    DeviceInfo d;
-    d.ordinal = ordinal;
-    int major = 0, minor = 0, clock_khz = 0, memory_khz = 0, bus_bits = 0;
-    for (auto [attribute, value] :
-         {std::pair{cudaDevAttrMultiProcessorCount, &d.sms},
-          std::pair{cudaDevAttrMaxSharedMemoryPerBlockOptin, &d.max_shared_bytes},
-          std::pair{cudaDevAttrL2CacheSize, &d.l2_bytes}, std::pair{cudaDevAttrClockRate, &clock_khz},
-          std::pair{cudaDevAttrMemoryClockRate, &memory_khz}, std::pair{cudaDevAttrGlobalMemoryBusWidth, &bus_bits},
-          std::pair{cudaDevAttrComputeCapabilityMajor, &major}, std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
-      if (cudaError_t status = cudaDeviceGetAttribute(value, attribute, ordinal); status != cudaSuccess) {
-        return LaunchStatus(status, "cudaDeviceGetAttribute");
-      }
-    }
-    d.clusters = HasHopperCode(major, minor);
-    if (clock_khz > 0) d.cycle_bytes = 2.0 * memory_khz * bus_bits / 8 / clock_khz / d.sms;  // two transfers a clock
-    devices[ordinal] = d;
-    known[ordinal].store(true, std::memory_order_release);
-  }
-  *info = &devices[ordinal];
-  return Error::Success();
-}
+Error CurrentDevice(const DeviceInfo** info);
+
+// A tag that no other launch has, of this process or another: a multiple of kTagStep. (See Post in reduce.cuh.)
+inline constexpr uint64_t kTagStep = 1 << 16;
+uint64_t LaunchTag();
 
 // Of shared memory, kept for a kernel's own variables; the dynamic part can have the rest.
 inline constexpr int kStaticSharedBytes = 4096;
@@ -124,76 +89,27 @@ inline constexpr int kMaxPortableCluster = 8;  // on every device that has clust
 // How many clusters of `cluster` blocks, of `threads` threads and all of a multiprocessor's shared memory each, run at the
 // same time: the multiprocessors that share a cluster's hardware need not be a multiple of it. 0 where the device has no
 // such clusters. Asked once for a kernel, a device and a size.
+using KnownClusters = int[kMaxDevices][kMaxCluster + 1];  // one more than the answer, or 0; atomically
+int ActiveClusters(const void* kernel, const DeviceInfo& device, int threads, int cluster, KnownClusters& known);
+
 template <auto kKernel>
 int ActiveClusters(const DeviceInfo& device, int threads, int cluster) {
-  if (!device.clusters) return 0;
-  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kMaxDevices> known;  // one more than that, or 0
-  std::atomic<int>& cached = known[device.ordinal][cluster];
-  if (const int value = cached.load(std::memory_order_relaxed); value > 0) return value - 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(cluster));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = device.max_shared_bytes - kStaticSharedBytes;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int count = 0;
-  const bool allowed =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(config.dynamicSmemBytes)) == cudaSuccess &&
-      (cluster <= kMaxPortableCluster ||
-       cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess) &&
-      cudaOccupancyMaxActiveClusters(&count, kKernel, &config) == cudaSuccess;
-  if (!allowed) {
-    cudaGetLastError();  // a device that refuses is no error of the next call
-    count = 0;
-  }
-  cached.store(count + 1, std::memory_order_relaxed);
-  return count;
+  static KnownClusters known = {};
+  return ActiveClusters(reinterpret_cast<const void*>(kKernel), device, threads, cluster, known);
 }
 
-// Launches kKernel(args...). The opt-in to large shared memory belongs to a kernel and a device, so it is remembered
-// for both; a process may use several devices.
+// Launches a kernel; `args` point to its parameters. `opted_in` has a bit for each device, used atomically: the opt-in to
+// large shared memory belongs to a kernel and a device, and a process may use several devices.
+Error Launch(const void* kernel, const DeviceInfo& device, cudaStream_t stream, const Grid& grid, const char* name,
+             const void** args, uint64_t* opted_in);
+
+// Launches kKernel(args...).
 template <auto kKernel, typename... Args>
 Error Launch(const DeviceInfo& device, cudaStream_t stream, const Grid& grid, const char* name, const Args&... args) {
-  static std::atomic<uint64_t> opted_in{0};
-  const uint64_t bit = uint64_t{1} << device.ordinal;
-  if (grid.shared_bytes > 48 * 1024 - kStaticSharedBytes && !(opted_in.load(std::memory_order_relaxed) & bit)) {
-    if (cudaError_t status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  device.max_shared_bytes - kStaticSharedBytes);
-        status != cudaSuccess) {
-      return LaunchStatus(status, name);
-    }
-    opted_in.fetch_or(bit, std::memory_order_relaxed);
-  }
-  if (grid.blocks > INT32_MAX) {
-    return Error::InvalidArgument(std::string("jaxnorm: ") + name + ": more than 2^31 - 1 thread blocks");
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-  config.dynamicSmemBytes = grid.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[3] = {};
-  config.attrs = attributes;
-  if (grid.cluster > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
-  }
-  if (grid.cooperative) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  }
-  if (grid.early && device.clusters) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
-  return LaunchStatus(cudaLaunchKernelEx(&config, kKernel, args...), name);
+  static_assert(std::is_same_v<decltype(kKernel), void (*)(Args...)>, "a kernel gets its parameters' types");
+  static uint64_t opted_in = 0;
+  const void* pointers[] = {&args...};
+  return Launch(reinterpret_cast<const void*>(kKernel), device, stream, grid, name, pointers, &opted_in);
 }
 
 }  // namespace jaxnorm

@@ -276,8 +276,6 @@ __device__ __forceinline__ P MergeCluster(P value, int cluster, int rank, Cluste
 
 // ---- A row shared by blocks that are all running (cooperative launches) ----
 
-inline constexpr uint64_t kTagStep = 1 << 16;
-
 // Whether no lane of a warp misses a post. All wait until all are there: where lanes wait by themselves, a warp that has found
 // its posts at different times goes on as several, and the exchange takes 0.3 us more of about 2.
 __device__ __forceinline__ bool AllThere(bool there) { return __all_sync(kAllLanes, there); }

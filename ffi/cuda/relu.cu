@@ -14,6 +14,7 @@
 
 #include "calls.h"
 #include "cuda/bits.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
 #include "relu_args.h"
 

@@ -57,9 +57,7 @@
 #define JAXNORM_CUDA_ROWS_CUH_
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
-#include <random>
 #include <type_traits>
 
 #include "launch.cuh"
@@ -675,15 +673,6 @@ Error LaunchRow(const DeviceInfo& device, cudaStream_t stream, const Op& op, int
                      .shared_bytes = plan.part_slots * slot_bytes * plan.rows_per_block,
                      .cluster = plan.cluster};
   return Launch<BlockRowKernel<Op>>(device, stream, grid, name, op, plan);
-}
-
-// A tag that no other launch has, of this process or another (see Post).
-inline uint64_t LaunchTag() {
-  static std::atomic<uint64_t> next = [] {
-    std::random_device random;
-    return (uint64_t{random()} << 32 | random()) / kTagStep * kTagStep;
-  }();
-  return next.fetch_add(kTagStep, std::memory_order_relaxed);
 }
 
 // `scratch` is where the blocks of a launch exchange partials; Python reserves room for 1000 of them at least.

@@ -387,12 +387,6 @@ Error DispatchFloat(DataType dtype, F&& f) {
   }
 }
 
-// `what` names the call that returned `status`.
-inline Error LaunchStatus(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return Error::Success();
-  return Error::Internal(std::string("jaxnorm: ") + what + ": " + cudaGetErrorString(status));
-}
-
 }  // namespace jaxnorm
 
 #endif  // JAXNORM_CUDA_VEC_CUH_

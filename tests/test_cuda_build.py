@@ -34,8 +34,7 @@ def test_no_spills():
     command = [cuobjdump(), "--dump-resource-usage", MODULE.origin]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     sources = parse(text)
-    assert sources, text[:2000]
-    assert all(sources), text[:2000]
+    assert sum(map(len, sources)) == text.count(" Function ") > 0, text[:2000]
     spilling = {name: size for kernels in sources for name, size in kernels.items() if size}
     assert not spilling
     assert max(map(len, sources)) <= MAX_KERNELS

@@ -415,6 +415,8 @@ def test_batch_norm_in_several_runs(shape, axis, dtype):
         ((37, 24, 40, 8), 1),  # whole channels, several rows of threads
         ((19, 512, 8, 8), 1),  # several channels to a block
         ((5, 66, 24, 24), 1),  # fewer tiles than blocks
+        ((99, 8), 1),  # bytes of bits that are no whole words
+        ((7, 130, 8, 5), 1),  # in each line
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       g[k].Store(dx + (block.at + (turn + k) * block.stride));
     }
   });
-  block.ClearAfterLast(left_before);
+  if (block.IsLast(left_before)) block.ClearPosts();
 }
 
 // If the device can hold x and dy; then *done is set.

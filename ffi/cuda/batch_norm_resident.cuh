@@ -90,7 +90,9 @@ struct ResidentPlan {
   uint32_t rows;     // lines that a block works on at once
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
-  FastDiv by_fold;  // sums that the numbers of a plane are first added up to (MergePlanes)
+  FastDiv by_fold;       // sums that the numbers of a plane are first added up to (MergePlanes)
+  uint32_t bit_word;     // bytes that WriteBits writes at once: 4, or 1
+  FastDiv by_bit_words;  // such words that lie one after the other
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether (backward).
   uint32_t own_entries;
   uint32_t lane_bits;             // 2^lane_bits lanes of a warp merge a channel's entries
@@ -154,8 +156,13 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     const int64_t entries = std::max(slots, alike ? threads : (slots + 1) * own_entries);
     const int64_t entry_bytes = forward_last ? kPlanes * (kPlaneNumbers * threads + fold) * int64_t{sizeof(float)}
                                              : CeilDiv(entries * int64_t{sizeof(Sums)}, kVecBytes) * kVecBytes;
+    // Entries, and later the bits that forward writes.
+    const int64_t kept_bytes = kArrays == 1 ? CeilDiv(span * tile / kCols, kVecBytes) * kVecBytes : 0;
+    const int64_t first_bytes = std::max(entry_bytes, kept_bytes);
+    const bool whole_lines = tile == cols;
+    const int64_t bit_word = (whole_lines ? size : std::gcd(tile, cols)) % (4 * kCols) == 0 ? 4 : 1;
     const int64_t padded_slots = CeilDiv(slots, 4) * 4;
-    const int64_t cells = entry_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
+    const int64_t cells = first_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
     const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits ? turns * threads : 0);
     // The first group has one turn of 16. There, if a block has all lines, it has all: there is little to wait for, and sums
     // of distances from the mean of all lose no bit.
@@ -187,7 +194,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
              .line_groups = {narrow16(first_turns * rows), narrow16(group_turns * rows)},
              .cells = narrow(cells),
              .arrays = {},
-             .numbers = narrow(entry_bytes),
+             .numbers = narrow(first_bytes),
              .slots = narrow(slots),
              .rows = narrow(rows),
              .turn_groups = {narrow16(first_turns), narrow16(group_turns)},
@@ -195,6 +202,8 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
              .by_rows = by(rows),
              .by_own_entries = by(own_entries),
              .by_fold = by(fold),
+             .bit_word = narrow(bit_word),
+             .by_bit_words = by(whole_lines ? INT32_MAX : tile / kCols / bit_word),
              .own_entries = narrow(own_entries),
              .lane_bits = lane_bits,
              .post_bits = post_bits,
@@ -391,6 +400,32 @@ class Resident {
     return (cells_ + kArrays * array_bytes_ + threadIdx.x) + turn * blockDim.x;
   }
 
+  // ---- Bits ----
+
+  // Keeps a byte of bits where entries were, for WriteBits.
+  __device__ __forceinline__ void KeepBits(uint32_t turn, uint32_t byte) const {
+    StoreSharedByte(SharedAddress(entries_) + turn * (plan.rows * plan.by_row_threads.divisor()) + threadIdx.x, byte);
+  }
+
+  // Writes what all threads have kept. Stores of single bytes take as many requests to the L2 as a quarter of those for y.
+  __device__ __forceinline__ void WriteBits(const ResidentTile& tile, uint8_t* bits) const {
+    const auto write = [&]<typename Word>(const Word* from) {
+      constexpr uint32_t kElements = sizeof(Word) * kCols;
+      Word* const to = reinterpret_cast<Word*>(bits) + tile.begin / kElements;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < tile.lines * plan.tile / kElements; i += blockDim.x) {
+        uint32_t at;
+        const uint32_t line = plan.by_bit_words.DivMod(i, &at);
+        to[line * (plan.cols / kElements) + at] = from[i];
+      }
+    };
+    if (plan.bit_word == sizeof(uint32_t)) {
+      write(reinterpret_cast<const uint32_t*>(entries_));
+    } else {
+      write(reinterpret_cast<const uint8_t*>(entries_));
+    }
+  }
+
   // ---- Channels ----
 
   // Number i of a slot.
@@ -583,9 +618,12 @@ class Resident {
   // A graph is launched again with the same tag, so the last block to have read all that it needs removes the posts
   // that several have read. By thread 0, after Exchange: how many blocks did before.
   __device__ __forceinline__ uint64_t Leave() const { return atomicAdd(&plan.counter->parts[0].x, 1ull); }
-  // By all threads.
-  __device__ __forceinline__ void ClearAfterLast(uint64_t left_before) const {
-    if (!__syncthreads_or(threadIdx.x == 0 && left_before % kTagStep == gridDim.x - 1)) return;
+  // By all threads: whether all other blocks did before.
+  __device__ __forceinline__ bool IsLast(uint64_t left_before) const {
+    return __syncthreads_or(threadIdx.x == 0 && left_before % kTagStep == gridDim.x - 1);
+  }
+  // By all threads of the last block.
+  __device__ __forceinline__ void ClearPosts() const {
 #pragma unroll 1
     for (Post<Sums>* post = (plan.relayed ? plan.totals : plan.posts) + threadIdx.x; post <= plan.counter;
          post += blockDim.x) {

@@ -117,7 +117,6 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   const uint64_t left_before = threadIdx.x == 0 ? block.Leave() : 0;
   const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
   T* const y = arrays.y.Of<T>(0);
-  uint8_t* const bits = kBits == Bits::kNone ? nullptr : arrays.bits.Of<uint8_t>(0);
   ForTurns<2>(block.turns, [&](auto at_once, uint32_t turn) {
     Cells<T> cells[at_once];
     [[maybe_unused]] Cells<T> residuals[at_once];
@@ -138,10 +137,12 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       const Vec<T, kCols> line = kBits != Bits::kNone || relu ? RoundRelu<T>(values) : RoundVec<T>(values);
       cells[k].Set(line);
       cells[k].Store(y + at);
-      if constexpr (kBits != Bits::kNone) bits[at / kCols] = static_cast<uint8_t>(PositiveBits(line));
+      if constexpr (kBits != Bits::kNone) block.KeepBits(turn + k, PositiveBits(line));
     }
   });
-  block.ClearAfterLast(left_before);
+  const bool last = block.IsLast(left_before);  // all threads meet there, so all bits are kept
+  if constexpr (kBits != Bits::kNone) block.WriteBits(tile, arrays.bits.Of<uint8_t>(0));
+  if (last) block.ClearPosts();
 }
 
 // If the device can hold x; then *done is set.
@@ -153,7 +154,7 @@ Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNorm
   *done = PlanResident<T, 1, kNumbers, false>(device, args.shape, scratch, &plan, &grid);
   if (!*done) return Error::Success();
   return ForGroups(args, [&](const GroupArrays& arrays) {
-    *done = AllAligned<T>(arrays.x, arrays.residual, arrays.y);
+    *done = AllAligned<T>(arrays.x, arrays.residual, arrays.y) && IsVecAligned(arrays.bits.data);
     if (!*done) return Error::Success();
     plan.arrays[0] = arrays.x.data;
     const auto launch = [&](auto alike) {

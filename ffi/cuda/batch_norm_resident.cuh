@@ -115,19 +115,20 @@ struct ResidentPlan {
 // Whether the columns of a thread are of one channel, or else of neighbouring ones.
 inline bool IsAlike(const BatchNormShape& shape) { return shape.inner % kCols == 0; }
 
-// Cuts an array so that the blocks of one wave can hold kArrays such arrays, with a byte for each 8 elements if kBits, and
-// kNumbers of each channel. False if they cannot, or if columns lie otherwise.
+// Cuts an array so that the blocks of one wave can hold kArrays such arrays, with a byte for each 8 elements if kBits
+// (forward where entries were, for WriteBits), and kNumbers of each channel. False if they cannot, or if columns lie otherwise.
 template <typename T, int kArrays, int kNumbers, bool kBits>
 bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch scratch, ResidentPlan* plan,
                   Grid* grid) {
   constexpr int64_t kLeastColumns = 1024;  // each copy takes time
   constexpr int64_t kMostRelayed = 128;    // channels: for more of them this takes longer than two passes
   constexpr int64_t kExchange = 1 << 15;   // takes as long as a block takes to read so many bytes
-  constexpr int64_t kCellBytes = int64_t{kArrays} * kCols * sizeof(T) + kBits;
+  constexpr bool kForward = kArrays == 1;
+  constexpr int64_t kCellBytes = int64_t{kArrays} * kCols * sizeof(T) + (kBits && !kForward);
   const int64_t shared_bytes = device.max_shared_bytes - kStaticSharedBytes, size = shape.group_size();
   const int64_t blocks = std::min(device.sms, kMostBlocks), cols = shape.channels * shape.inner;
   const bool alike = IsAlike(shape);
-  const bool forward_last = kArrays == 1 && !alike;  // forward, channels last
+  const bool forward_last = kForward && !alike;  // forward, channels last
   if (!device.clusters || shape.groups != 1 || size == 0 || cols % kCols != 0 || (!alike && shape.inner != 1))
     return false;
   if (size / kCols * kCellBytes > shared_bytes * blocks) return false;
@@ -156,14 +157,13 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     const int64_t entries = std::max(slots, alike ? threads : (slots + 1) * own_entries);
     const int64_t entry_bytes = forward_last ? kPlanes * (kPlaneNumbers * threads + fold) * int64_t{sizeof(float)}
                                              : CeilDiv(entries * int64_t{sizeof(Sums)}, kVecBytes) * kVecBytes;
-    // Entries, and later the bits that forward writes.
-    const int64_t kept_bytes = kArrays == 1 ? CeilDiv(span * tile / kCols, kVecBytes) * kVecBytes : 0;
+    const int64_t kept_bytes = kBits && kForward ? CeilDiv(span * tile / kCols, kVecBytes) * kVecBytes : 0;
     const int64_t first_bytes = std::max(entry_bytes, kept_bytes);
     const bool whole_lines = tile == cols;
     const int64_t bit_word = (whole_lines ? size : std::gcd(tile, cols)) % (4 * kCols) == 0 ? 4 : 1;
     const int64_t padded_slots = CeilDiv(slots, 4) * 4;
     const int64_t cells = first_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
-    const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits ? turns * threads : 0);
+    const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits && !kForward ? turns * threads : 0);
     // The first group has one turn of 16. There, if a block has all lines, it has all: there is little to wait for, and sums
     // of distances from the mean of all lose no bit.
     const int64_t first_turns = forward_last && sharers == 1 ? turns : CeilDiv(turns, 16);

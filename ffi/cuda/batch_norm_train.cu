@@ -151,7 +151,7 @@ Error RunResident(const DeviceInfo& device, cudaStream_t stream, const BatchNorm
                   Scratch scratch, bool* done) {
   ResidentPlan plan;
   Grid grid;
-  *done = PlanResident<T, 1, kNumbers, false>(device, args.shape, scratch, &plan, &grid);
+  *done = PlanResident<T, 1, kNumbers, (kBits != Bits::kNone)>(device, args.shape, scratch, &plan, &grid);
   if (!*done) return Error::Success();
   return ForGroups(args, [&](const GroupArrays& arrays) {
     *done = AllAligned<T>(arrays.x, arrays.residual, arrays.y) && IsVecAligned(arrays.bits.data);

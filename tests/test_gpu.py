@@ -437,6 +437,23 @@ def test_batch_norm_on_chip(shape, axis, dtype):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("images", [100, 104, 105, 106, 107, 108, 109, 112])
+def test_batch_norm_bits_of_arrays_that_hardly_fit_on_chip(images):
+    """They are written in several parts. The residual's cotangent says exactly what they are."""
+    x, residual, ct = (rand((images, 64, 32, 64), "float16", seed) for seed in range(3))
+
+    @jax.jit
+    def f(x, residual, ct):
+        y, pullback = jax.vjp(
+            lambda r: jaxnorm.batch_norm(x, axis=1, residual=r, activation="relu")[0], residual
+        )
+        return y, pullback(ct)[0]
+
+    y, bar = f(x, residual, ct)
+    np.testing.assert_array_equal(bar, jnp.where(y > 0, ct, 0))
+    assert 0.3 < float(jnp.mean(y > 0, dtype="float32")) < 0.7
+
+
 @pytest.mark.parametrize("shape", [(40, 9, 128), (360, 64), (3000, 8)])
 def test_batch_norm_variance_of_one_block(shape):
     """The mean of the first images is far from that of all."""

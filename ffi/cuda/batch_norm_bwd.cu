@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   const uint64_t left_before = threadIdx.x == 0 ? block.Leave() : 0;
   const auto factor = block.Numbers(kFactor), slope = block.Numbers(kSlope), offset = block.Numbers(kOffset);
   T* const dx = arrays.dx.Of<T>(0);
-  ForTurns<2>(block.turns, [&](auto at_once, uint32_t turn) {
+  ForTurns<2>(0, block.turns, [&](auto at_once, uint32_t turn) {
     Cells<T> g[at_once], v[at_once];
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       g[k].Store(dx + (block.at + (turn + k) * block.stride));
     }
   });
-  if (block.IsLast(left_before)) block.ClearPosts();
+  block.ClearAfterLast(left_before);
 }
 
 // If the device can hold x and dy; then *done is set.

@@ -91,6 +91,7 @@ struct ResidentPlan {
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
   FastDiv by_fold;       // sums that the numbers of a plane are first added up to (MergePlanes)
+  uint32_t kept_turns;   // whose bits there is room for where entries were (KeepBits)
   uint32_t bit_word;     // bytes that WriteBits writes at once: 4, or 1
   FastDiv by_bit_words;  // such words that lie one after the other
   // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether (backward).
@@ -116,7 +117,7 @@ struct ResidentPlan {
 inline bool IsAlike(const BatchNormShape& shape) { return shape.inner % kCols == 0; }
 
 // Cuts an array so that the blocks of one wave can hold kArrays such arrays, with a byte for each 8 elements if kBits
-// (forward where entries were, for WriteBits), and kNumbers of each channel. False if they cannot, or if columns lie otherwise.
+// (forward where entries were, as many as fit), and kNumbers of each channel. False if they cannot, or if columns lie otherwise.
 template <typename T, int kArrays, int kNumbers, bool kBits>
 bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch scratch, ResidentPlan* plan,
                   Grid* grid) {
@@ -157,13 +158,15 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     const int64_t entries = std::max(slots, alike ? threads : (slots + 1) * own_entries);
     const int64_t entry_bytes = forward_last ? kPlanes * (kPlaneNumbers * threads + fold) * int64_t{sizeof(float)}
                                              : CeilDiv(entries * int64_t{sizeof(Sums)}, kVecBytes) * kVecBytes;
-    const int64_t kept_bytes = kBits && kForward ? CeilDiv(span * tile / kCols, kVecBytes) * kVecBytes : 0;
-    const int64_t first_bytes = std::max(entry_bytes, kept_bytes);
+    const int64_t padded_slots = CeilDiv(slots, 4) * 4;
+    const int64_t other_bytes = padded_slots * kNumbers * int64_t{sizeof(float)} +
+                                span * tile * kArrays * int64_t{sizeof(T)} + (kBits && !kForward ? turns * threads : 0);
+    const int64_t bit_bytes = kBits && kForward ? CeilDiv(turns * threads, kVecBytes) * kVecBytes : 0;
+    const int64_t first_bytes =
+        std::max(entry_bytes, std::min(bit_bytes, shared_bytes / kVecBytes * kVecBytes - other_bytes));
+    const int64_t bytes = first_bytes + other_bytes;
     const bool whole_lines = tile == cols;
     const int64_t bit_word = (whole_lines ? size : std::gcd(tile, cols)) % (4 * kCols) == 0 ? 4 : 1;
-    const int64_t padded_slots = CeilDiv(slots, 4) * 4;
-    const int64_t cells = first_bytes + padded_slots * kNumbers * int64_t{sizeof(float)};
-    const int64_t bytes = cells + span * tile * kArrays * sizeof(T) + (kBits && !kForward ? turns * threads : 0);
     // The first group has one turn of 16. There, if a block has all lines, it has all: there is little to wait for, and sums
     // of distances from the mean of all lose no bit.
     const int64_t first_turns = forward_last && sharers == 1 ? turns : CeilDiv(turns, 16);
@@ -192,7 +195,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
              .by_sharers = BlockDiv::By(sharers),
              .by_parts = BlockDiv::By(parts),
              .line_groups = {narrow16(first_turns * rows), narrow16(group_turns * rows)},
-             .cells = narrow(cells),
+             .cells = narrow(first_bytes + padded_slots * kNumbers * int64_t{sizeof(float)}),
              .arrays = {},
              .numbers = narrow(first_bytes),
              .slots = narrow(slots),
@@ -202,6 +205,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
              .by_rows = by(rows),
              .by_own_entries = by(own_entries),
              .by_fold = by(fold),
+             .kept_turns = narrow(first_bytes / (rows * row_threads) / 4 * 4),  // whole words
              .bit_word = narrow(bit_word),
              .by_bit_words = by(whole_lines ? INT32_MAX : tile / kCols / bit_word),
              .own_entries = narrow(own_entries),
@@ -402,18 +406,20 @@ class Resident {
 
   // ---- Bits ----
 
-  // Keeps a byte of bits where entries were, for WriteBits.
+  // Keeps a byte of bits where entries were, for WriteBits: of the turn-th of the turns that it writes together.
   __device__ __forceinline__ void KeepBits(uint32_t turn, uint32_t byte) const {
     StoreSharedByte(SharedAddress(entries_) + turn * (plan.rows * plan.by_row_threads.divisor()) + threadIdx.x, byte);
   }
 
-  // Writes what all threads have kept. Stores of single bytes take as many requests to the L2 as a quarter of those for y.
-  __device__ __forceinline__ void WriteBits(const ResidentTile& tile, uint8_t* bits) const {
+  // Writes what all threads have kept of plan.kept_turns turns, from `first` on. Stores of single bytes take as many requests
+  // to the L2 as a quarter of those for y.
+  __device__ __forceinline__ void WriteBits(const ResidentTile& tile, uint32_t first, uint8_t* bits) const {
+    const uint32_t first_line = first * plan.rows, lines = min(plan.kept_turns * plan.rows, tile.lines - first_line);
     const auto write = [&]<typename Word>(const Word* from) {
       constexpr uint32_t kElements = sizeof(Word) * kCols;
-      Word* const to = reinterpret_cast<Word*>(bits) + tile.begin / kElements;
+      Word* const to = reinterpret_cast<Word*>(bits) + (tile.begin + first_line * plan.cols) / kElements;
 #pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < tile.lines * plan.tile / kElements; i += blockDim.x) {
+      for (uint32_t i = threadIdx.x; i < lines * plan.tile / kElements; i += blockDim.x) {
         uint32_t at;
         const uint32_t line = plan.by_bit_words.DivMod(i, &at);
         to[line * (plan.cols / kElements) + at] = from[i];
@@ -618,12 +624,9 @@ class Resident {
   // A graph is launched again with the same tag, so the last block to have read all that it needs removes the posts
   // that several have read. By thread 0, after Exchange: how many blocks did before.
   __device__ __forceinline__ uint64_t Leave() const { return atomicAdd(&plan.counter->parts[0].x, 1ull); }
-  // By all threads: whether all other blocks did before.
-  __device__ __forceinline__ bool IsLast(uint64_t left_before) const {
-    return __syncthreads_or(threadIdx.x == 0 && left_before % kTagStep == gridDim.x - 1);
-  }
-  // By all threads of the last block.
-  __device__ __forceinline__ void ClearPosts() const {
+  // By all threads.
+  __device__ __forceinline__ void ClearAfterLast(uint64_t left_before) const {
+    if (!__syncthreads_or(threadIdx.x == 0 && left_before % kTagStep == gridDim.x - 1)) return;
 #pragma unroll 1
     for (Post<Sums>* post = (plan.relayed ? plan.totals : plan.posts) + threadIdx.x; post <= plan.counter;
          post += blockDim.x) {
@@ -666,14 +669,13 @@ class Resident {
   uint32_t cells_, own_, array_bytes_, turn_bytes_;
 };
 
-// f(std::integral_constant<int, n>, turn) for all turns: n = kAtOnce of them together, or 1.
+// f(std::integral_constant<int, n>, turn) for all turns from `turn` to `end`: n = kAtOnce of them together, or 1.
 template <int kAtOnce, typename F>
-__device__ __forceinline__ void ForTurns(uint32_t turns, F f) {
-  uint32_t turn = 0;
+__device__ __forceinline__ void ForTurns(uint32_t turn, uint32_t end, F f) {
 #pragma unroll 1
-  for (; turn + kAtOnce <= turns; turn += kAtOnce) f(std::integral_constant<int, kAtOnce>(), turn);
+  for (; turn + kAtOnce <= end; turn += kAtOnce) f(std::integral_constant<int, kAtOnce>(), turn);
 #pragma unroll 1
-  for (; turn < turns; ++turn) f(std::integral_constant<int, 1>(), turn);
+  for (; turn < end; ++turn) f(std::integral_constant<int, 1>(), turn);
 }
 
 }  // namespace jaxnorm

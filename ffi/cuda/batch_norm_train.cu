@@ -117,32 +117,44 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   const uint64_t left_before = threadIdx.x == 0 ? block.Leave() : 0;
   const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
   T* const y = arrays.y.Of<T>(0);
-  ForTurns<2>(block.turns, [&](auto at_once, uint32_t turn) {
-    Cells<T> cells[at_once];
-    [[maybe_unused]] Cells<T> residuals[at_once];
+  const auto write = [&](uint32_t first, uint32_t end) {
+    ForTurns<2>(first, end, [&](auto at_once, uint32_t turn) {
+      Cells<T> cells[at_once];
+      [[maybe_unused]] Cells<T> residuals[at_once];
 #pragma unroll
-    for (int k = 0; k < at_once; ++k) {
-      if constexpr (kResidual) residuals[k].Load(residual + (block.at + (turn + k) * block.stride));
-      cells[k] = block.Load(0, turn + k);
-    }
-#pragma unroll
-    for (int k = 0; k < at_once; ++k) {
-      float values[kCols];
-#pragma unroll
-      for (int j = 0; j < kCols; ++j) {
-        values[j] = (cells[k].GetAcc().v[j] - mean[j]) * factor[j] + bias[j];
-        if constexpr (kResidual) values[j] += residuals[k].GetAcc().v[j];
+      for (int k = 0; k < at_once; ++k) {
+        if constexpr (kResidual) residuals[k].Load(residual + (block.at + (turn + k) * block.stride));
+        cells[k] = block.Load(0, turn + k);
       }
-      const uint32_t at = block.at + (turn + k) * block.stride;
-      const Vec<T, kCols> line = kBits != Bits::kNone || relu ? RoundRelu<T>(values) : RoundVec<T>(values);
-      cells[k].Set(line);
-      cells[k].Store(y + at);
-      if constexpr (kBits != Bits::kNone) block.KeepBits(turn + k, PositiveBits(line));
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        float values[kCols];
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+          values[j] = (cells[k].GetAcc().v[j] - mean[j]) * factor[j] + bias[j];
+          if constexpr (kResidual) values[j] += residuals[k].GetAcc().v[j];
+        }
+        const uint32_t at = block.at + (turn + k) * block.stride;
+        const Vec<T, kCols> line = kBits != Bits::kNone || relu ? RoundRelu<T>(values) : RoundVec<T>(values);
+        cells[k].Set(line);
+        cells[k].Store(y + at);
+        if constexpr (kBits != Bits::kNone) block.KeepBits(turn + k - first, PositiveBits(line));
+      }
+    });
+  };
+  if constexpr (kBits == Bits::kNone) {
+    write(0, block.turns);
+  } else {
+    // At once, but for arrays that leave little room beside them.
+#pragma unroll 1
+    for (uint32_t first = 0; first * plan.rows < tile.lines; first += plan.kept_turns) {
+      if (first > 0) __syncthreads();
+      write(first, min(first + plan.kept_turns, block.turns));
+      __syncthreads();
+      block.WriteBits(tile, first, arrays.bits.Of<uint8_t>(0));
     }
-  });
-  const bool last = block.IsLast(left_before);  // all threads meet there, so all bits are kept
-  if constexpr (kBits != Bits::kNone) block.WriteBits(tile, arrays.bits.Of<uint8_t>(0));
-  if (last) block.ClearPosts();
+  }
+  block.ClearAfterLast(left_before);
 }
 
 // If the device can hold x; then *done is set.

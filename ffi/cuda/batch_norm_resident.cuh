@@ -124,8 +124,8 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
   constexpr int64_t kLeastColumns = 1024;  // each copy takes time
   constexpr int64_t kMostRelayed = 128;    // channels: for more of them this takes longer than two passes
   constexpr int64_t kExchange = 1 << 15;   // takes as long as a block takes to read so many bytes
-  constexpr bool kForward = kArrays == 1;
-  constexpr int64_t kCellBytes = int64_t{kArrays} * kCols * sizeof(T) + (kBits && !kForward);
+  constexpr bool kForward = kArrays == 1, kKeepsBits = kBits && kForward, kHoldsBits = kBits && !kForward;
+  constexpr int64_t kCellBytes = int64_t{kArrays} * kCols * sizeof(T) + kHoldsBits;
   const int64_t shared_bytes = device.max_shared_bytes - kStaticSharedBytes, size = shape.group_size();
   const int64_t blocks = std::min(device.sms, kMostBlocks), cols = shape.channels * shape.inner;
   const bool alike = IsAlike(shape);
@@ -142,7 +142,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     if (row_threads > most_threads || spans < 1 || (!alike && !std::has_single_bit(static_cast<uint64_t>(tile))))
       return;
     // Whole lines one after the other: each block's begin with a cache line.
-    const bool contiguous = tile == cols && spans > 1;
+    const bool whole_lines = tile == cols, contiguous = whole_lines && spans > 1;
     const int64_t step = contiguous ? kLineBytes / std::gcd(cols * int64_t{sizeof(T)}, int64_t{kLineBytes}) : 1;
     const int64_t span = AlignedPart(shape.outer, spans, step);
     spans = CeilDiv(shape.outer, span);
@@ -158,14 +158,12 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
     const int64_t entries = std::max(slots, alike ? threads : (slots + 1) * own_entries);
     const int64_t entry_bytes = forward_last ? kPlanes * (kPlaneNumbers * threads + fold) * int64_t{sizeof(float)}
                                              : CeilDiv(entries * int64_t{sizeof(Sums)}, kVecBytes) * kVecBytes;
-    const int64_t padded_slots = CeilDiv(slots, 4) * 4;
-    const int64_t other_bytes = padded_slots * kNumbers * int64_t{sizeof(float)} +
-                                span * tile * kArrays * int64_t{sizeof(T)} + (kBits && !kForward ? turns * threads : 0);
-    const int64_t bit_bytes = kBits && kForward ? CeilDiv(turns * threads, kVecBytes) * kVecBytes : 0;
-    const int64_t first_bytes =
-        std::max(entry_bytes, std::min(bit_bytes, shared_bytes / kVecBytes * kVecBytes - other_bytes));
-    const int64_t bytes = first_bytes + other_bytes;
-    const bool whole_lines = tile == cols;
+    const int64_t number_bytes = CeilDiv(slots, 4) * 4 * kNumbers * int64_t{sizeof(float)};
+    const int64_t cell_bytes = span * tile * kArrays * int64_t{sizeof(T)} + (kHoldsBits ? turns * threads : 0);
+    const int64_t room = shared_bytes / kVecBytes * kVecBytes - number_bytes - cell_bytes;
+    const int64_t bit_bytes = kKeepsBits ? CeilDiv(turns * threads, kVecBytes) * kVecBytes : 0;
+    const int64_t first_bytes = std::max(entry_bytes, std::min(bit_bytes, room));
+    const int64_t bytes = first_bytes + number_bytes + cell_bytes;
     const int64_t bit_word = (whole_lines ? size : std::gcd(tile, cols)) % (4 * kCols) == 0 ? 4 : 1;
     // The first group has one turn of 16. There, if a block has all lines, it has all: there is little to wait for, and sums
     // of distances from the mean of all lose no bit.
@@ -195,7 +193,7 @@ bool PlanResident(const DeviceInfo& device, const BatchNormShape& shape, Scratch
              .by_sharers = BlockDiv::By(sharers),
              .by_parts = BlockDiv::By(parts),
              .line_groups = {narrow16(first_turns * rows), narrow16(group_turns * rows)},
-             .cells = narrow(first_bytes + padded_slots * kNumbers * int64_t{sizeof(float)}),
+             .cells = narrow(first_bytes + number_bytes),
              .arrays = {},
              .numbers = narrow(first_bytes),
              .slots = narrow(slots),

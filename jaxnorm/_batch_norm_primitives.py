@@ -54,18 +54,17 @@ from jaxnorm._primitive import (
     Partition,
     acc_dtype,
     aval_like,
-    axis_names,
     broadcast_fits,
     define_dce,
     define_formula,
     define_primitive,
     joint_spec,
-    mesh_size,
-    psum_together,
     sharding_factors,
     spec_of,
+    sum_to,
     vary_alike,
 )
+from jaxnorm._sharding import Blocks
 
 # Operands and results, in the order that calls have them; the n-th is bit n (ffi/batch_norm_args.h).
 _KERNEL_NAMES = (
@@ -169,7 +168,7 @@ def _mean_of(v, given, axes, groups, replicas):
 
 
 def _stats_formula(given, results, *, axes, groups, **_):
-    """Two passes: the variance is never negative."""
+    """Two passes, the second over distances from the mean of the first, which is rounded by several units."""
     del results
     x = _widened(given["x"])
     counted = {n: given[n] for n in ("mask",) if n in given}
@@ -177,9 +176,11 @@ def _stats_formula(given, results, *, axes, groups, **_):
         kept = jnp.broadcast_to(given["mask"], _full({n: a.shape for n, a in given.items()}))
         reduced = _reduced(x.ndim, axes, groups)
         counted["count"] = jnp.sum(kept, reduced, keepdims=True, dtype=x.dtype)
-    mean = _mean_of(x, counted, axes, groups, 1)
-    var = _mean_of(jnp.square(x - mean), counted, axes, groups, 1)
-    return {"mean": mean, "var": var, "count": counted.get("count")}
+    rough = _mean_of(x, counted, axes, groups, 1)
+    rest = _mean_of(x - rough, counted, axes, groups, 1)
+    square = _mean_of(jnp.square(x - rough), counted, axes, groups, 1)
+    var = jnp.maximum(square - jnp.square(rest), np.zeros((), x.dtype))
+    return {"mean": rough + rest, "var": var, "count": counted.get("count")}
 
 
 def _fwd_formula(given, results, *, epsilon, relu, **_):
@@ -324,9 +325,9 @@ def _fits(array, *avals, names, axes, groups, **_):
     return True
 
 
-def _sharding_rule(mesh, operand_shapes, result_shapes, *, names, results, **_):
+def _sharding_rule(devices, operand_shapes, result_shapes, *, names, results, **_):
     full = _full(dict(zip(names, operand_shapes, strict=True)))
-    x, bits, sizes = _bits.factors(mesh, full)
+    x, bits, sizes = _bits.factors(devices, full)
     if "bits" not in (*names, *results):  # nothing has the factors that a byte is made of
         x, sizes = (*x[:-1], "c"), {}
 
@@ -348,37 +349,23 @@ def _sharding_rule(mesh, operand_shapes, result_shapes, *, names, results, **_):
     )
 
 
-def _partition(
-    primitive, mesh, operand_specs, _, operand_shapes, result_shapes, *, names, results, **params
-):
+def _partition(primitive, operands, results, /, **params):
     """Arrays stay where they are; each device reduces its part, and reductions are summed over the devices."""
-    full = _full(dict(zip(names, operand_shapes, strict=True)))
-    arrays = [
-        (spec, shape)
-        for name, spec, shape in zip(names, operand_specs, operand_shapes, strict=True)
-        if name in _ARRAYS
-    ]
-    spec = joint_spec(full, *zip(*arrays, strict=True))
-    last, blocks = spec[-1], mesh_size(mesh, spec[-1])
-    bits_entry = _bits.entry(last, full[-1], blocks)
+    given = dict(zip(params["names"], operands, strict=True))
+    full = _full({n: a.shape for n, a in given.items()})
+    blocks = Blocks.joint(full, [a for n, a in given.items() if n in _ARRAYS])
 
-    def of(names, shapes):
-        def entry(name, i, n):
-            if name == "bits" and i == len(full) - 1:
-                return bits_entry
-            return spec[i] if n == full[i] else None
-
+    def tiles(names, arrays):
         return [
-            tuple(entry(name, i, n) for i, n in enumerate(shape))
-            for name, shape in zip(names, shapes, strict=True)
+            (_bits.tiles(blocks, a.shape) if n == "bits" else blocks.tiles_of(a.shape))
+            for n, a in zip(names, arrays, strict=True)
         ]
 
-    reduced = _reduced(len(full), params["axes"], params["groups"])
-    split = tuple(name for i in reduced for name in axis_names(spec[i]))
-    shards = math.prod(mesh_size(mesh, spec[i]) for i in reduced)
-    torn = axis_names(last) if bits_entry is None and "bits" in (*names, *results) else ()
-    plan = _local(primitive, split, shards, torn, blocks, names, results, params)
-    return Partition(of(names, operand_shapes), of(results, result_shapes), plan)
+    return Partition(
+        tiles(params["names"], operands),
+        tiles(params["results"], results),
+        _local(primitive, blocks, {n: a.shape for n, a in given.items()}, **params),
+    )
 
 
 def merge_statistics(local, psum, position, size):
@@ -407,39 +394,85 @@ def merge_statistics(local, psum, position, size):
     return {n: merged[n] for n in local}
 
 
-def _local(primitive, split, shards, torn, blocks, names, results, params):
+def _local(primitive, blocks, shapes, *, names, results, **params):
     """What a device runs, if it is not the primitive itself.
 
     Args:
       primitive: that of the call.
-      split: mesh axes that cut reduced dimensions, into `shards` parts.
-      shards: their number.
-      torn: mesh axes that cut the last dimension, into `blocks` parts that hold no whole bytes of bits.
-      blocks: their number.
+      blocks: those of the arrays.
+      shapes: of the whole operands, by name.
       names: of the operands.
       results: wanted.
-      params: the remaining parameters.
+      **params: the remaining parameters.
     """
+    reduced = _reduced(len(blocks.shape), params["axes"], params["groups"])
+    split, uneven = blocks.cut(reduced), blocks.uneven(reduced)
+    torn = "bits" in (*names, *results) and _bits.torn(blocks)
     if not split and not torn:
         return None
-    params = dict(params, replicas=params["replicas"] * shards)
+    shards = math.prod(blocks.count(i) for i in split)
+    params["replicas"] *= shards
 
     def local(*operands):
         given = dict(zip(names, operands, strict=True))
         if torn and "bits" in given:
-            given["dy"] = _bits.select_block(torn, blocks, given.pop("bits"), given["dy"])
+            given["dy"] = _bits.select_block(blocks, given.pop("bits"), given["dy"])
         wanted = tuple(r for r in results if not (torn and r == "bits"))
-        out = bind(primitive, given, wanted, params)
         if split and primitive is stats_p:
-            position = jax.lax.axis_index(split)
-            out = merge_statistics(out, lambda v: jax.lax.psum(v, split), position, shards)
-        elif split and primitive is sums_p:
-            out = dict(zip(out, psum_together(list(out.values()), split), strict=True))
-        if len(wanted) < len(results):
-            out["bits"] = _bits.pack_block(torn, blocks, out["y"] > 0)
+            return _local_statistics(blocks, given, wanted, params)
+        if uneven and primitive is sums_p:
+            given |= {
+                n: blocks.filled(given[n], shapes[n], uneven) for n in ("dy", "x") if n in given
+            }
+        if uneven and primitive is dx_p and "x" in given and "count" not in given:
+            given |= _counted(blocks, given["x"], reduced)
+        out = bind(primitive, given, wanted, params)
+        if split and primitive is sums_p:
+            out = dict(zip(out, blocks.psum(jnp.stack(list(out.values())), split), strict=True))
+        if torn and "bits" in results:
+            out["bits"] = _bits.pack_block(blocks, out["y"] > 0)
         return [out[r] for r in results]
 
     return local
+
+
+def _local_statistics(blocks, given, results, params):
+    """Statistics of all devices. Padding is masked, so devices may count different numbers of elements."""
+    axes, groups = params["axes"], params["groups"]
+    reduced = _reduced(len(blocks.shape), axes, groups)
+    inside = blocks.inside(reduced)
+    if inside is not None:
+        mask = given["mask"] & inside if "mask" in given else inside
+        given["mask"] = even_mask(mask, given["x"].shape, axes)
+    own = ("mean", "var", "count") if "mask" in given else ("mean", "var")
+    split = blocks.cut(reduced)
+    shards = math.prod(blocks.count(i) for i in split)
+    out = merge_statistics(
+        bind(stats_p, given, own, params),
+        lambda v: blocks.psum(v, split),
+        blocks.position(split),
+        shards,
+    )
+    return [out[r] for r in results]
+
+
+def _counted(blocks, x, reduced):
+    """Operands of dx that say the number of elements, where it is not the same for all devices."""
+    shape = [1 if i in reduced else n for i, n in enumerate(x.shape)]
+    number = math.prod(blocks.shape[i] for i in reduced)
+    return {
+        "mask": jnp.ones((1,) * x.ndim, bool),
+        "count": jnp.full(shape, number, acc_dtype(x.dtype)),
+    }
+
+
+def even_mask(mask, shape, axes):
+    """The mask with all or none of the features' and of the trailing dimensions, as kernels want; it has x's rank."""
+    sizes = list(mask.shape)
+    for dims in (axes, range(axes[-1] + 1, len(shape))):
+        if any(mask.shape[i] != 1 for i in dims):
+            sizes = [shape[i] if i in dims else n for i, n in enumerate(sizes)]
+    return jnp.broadcast_to(mask, sizes)
 
 
 # ---- what depends on what, in the linear primitives ----
@@ -641,12 +674,6 @@ def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **pa
     ]
 
 
-def _sum_to(value, shape):
-    """The transpose of broadcasting from `shape`."""
-    broadcast = [i for i, n in enumerate(shape) if n != value.shape[i]]
-    return jnp.sum(value, broadcast, keepdims=True) if broadcast else value
-
-
 def _transpose(dual, cotangents, *operands, names, results, **params):
     """Binds the transpose, by the names that operands and results have there."""
     given = dict(zip(names, operands, strict=True))
@@ -662,7 +689,7 @@ def _transpose(dual, cotangents, *operands, names, results, **params):
     out = dict.fromkeys(names)
     for name in moving:
         bar, aval = bars.get(_DUAL[name]), given[name].aval
-        out[name] = ad.Zero(aval) if bar is None else _sum_to(bar, aval.shape)
+        out[name] = ad.Zero(aval) if bar is None else sum_to(bar, aval)
     return list(out.values())
 
 
@@ -728,8 +755,8 @@ def _attributes(*extra):
 def _define(stem, formula, array, extra, scratch=None, **options):
     """A primitive with kernels, of which `array` says the shape."""
 
-    def partition(*args, **params):
-        return _partition(primitive, *args, **params)
+    def partition(operands, results, /, **params):
+        return _partition(primitive, operands, results, **params)
 
     primitive = define_primitive(
         f"batch_norm_{stem}",

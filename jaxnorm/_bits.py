@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import CompoundFactor
 
 from jaxnorm._primitive import aval_like, mesh_size, spec_of
+from jaxnorm._sharding import Blocks
 
 
 def pack(keep):
@@ -41,32 +42,49 @@ def entry(spec_entry, columns, shards):
     return spec_entry if columns % (8 * shards) == 0 else None
 
 
-def factors(mesh, of):
+def factors(devices, of):
     """(dimensions of x, dimensions of its bits, factor sizes) for a sharding rule: a byte of them is eight columns.
 
     The two are tied where every way to cut the columns leaves whole bytes; else cutting x says nothing about the bits.
     """
     lead, columns = tuple(f"d{i}" for i in range(len(of) - 1)), of[-1]
-    if columns % (8 * mesh.size):
+    if columns % (8 * devices):
         return (*lead, "c"), (*lead, "m"), {}
     return (*lead, CompoundFactor("m", "b")), (*lead, "m"), {"b": 8}
 
 
-# ---- blocks that hold no whole bytes: each device has all bits of its rows ----
+# ---- devices ----
 
 
-def pack_block(names, blocks, keep):
-    """Each device sets its own bits of the whole."""
-    columns = keep.shape[-1]
-    whole = jnp.zeros((*keep.shape[:-1], columns * blocks), bool)
-    start = jax.lax.axis_index(names) * columns
-    whole = jax.lax.dynamic_update_slice_in_dim(whole, keep, start, axis=-1)
-    return jax.lax.psum(pack(whole), names)
+def torn(blocks: Blocks) -> bool:
+    """Whether the blocks of an array do not hold whole bytes of its bits, so that each device has all of its rows'."""
+    last = len(blocks.shape) - 1
+    return blocks.count(last) > 1 and blocks.size(last) % 8 != 0
 
 
-def select_block(names, blocks, bits, t):
-    columns = t.shape[-1]
-    keep = jnp.unpackbits(bits, axis=-1, bitorder="little", count=columns * blocks)
-    start = jax.lax.axis_index(names) * columns
-    keep = jax.lax.dynamic_slice_in_dim(keep, start, columns, axis=-1)
+def tiles(blocks: Blocks, of):
+    """How the bits of an array that broadcasts to the whole are cut."""
+    *lead, last = range(len(blocks.shape))
+    alike = [i for i in lead if of[i] == blocks.shape[i]]
+    return blocks.tiles_along(alike if torn(blocks) else [*alike, last])
+
+
+def pack_block(blocks: Blocks, keep):
+    """The bits of all columns, of which each device sets its own."""
+    last = len(blocks.shape) - 1
+    columns = blocks.size(last)
+    whole = jnp.zeros((*keep.shape[:-1], columns * blocks.count(last)), bool)
+    whole = jax.lax.dynamic_update_slice_in_dim(whole, keep, blocks.start(last), axis=-1)
+    return blocks.psum(pack(whole[..., : blocks.shape[-1]]), (last,))
+
+
+def select_block(blocks: Blocks, bits, t):
+    if t.size == 0:
+        return t
+    last = len(blocks.shape) - 1
+    columns = blocks.size(last)
+    keep = jnp.unpackbits(bits, axis=-1, bitorder="little", count=blocks.shape[-1])
+    padding = columns * blocks.count(last) - blocks.shape[-1]
+    keep = jnp.pad(keep, [*((0, 0) for _ in range(last)), (0, padding)])
+    keep = jax.lax.dynamic_slice_in_dim(keep, blocks.start(last), columns, axis=-1)
     return jnp.where(keep.astype(bool), t, jnp.zeros((), t.dtype))

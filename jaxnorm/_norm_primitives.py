@@ -24,23 +24,21 @@ from jax.interpreters import ad, batching
 
 from jaxnorm._primitive import (
     NOT_MAPPED,
-    Partition,
     acc_dtype,
     aval_like,
-    axis_names,
     broadcast_aval,
     broadcast_fits,
+    broadcast_partition,
     broadcast_sharding_rule,
-    broadcast_specs,
     collapsed_aval,
     define_dce,
     define_formula,
     define_primitive,
-    joint_spec,
-    psum_together,
     split_scratch,
+    sum_to,
     vary_alike,
 )
+from jaxnorm._sharding import Along
 
 # Names the operands that a call has, the tangents and the cotangents (ffi/norm_args.h holds the same numbers).
 X, RESIDUAL, MASK, SCALE, BIAS = 1, 2, 4, 8, 16
@@ -86,30 +84,23 @@ def _named(names, operands):
 # ---- formulas ----
 
 
-def _average(mask, axes, mesh_axes):
-    """A function: the sum of all elements along `axes` over the number of those that count, of one array or several.
-
-    `mesh_axes` (if any) cut the axes into equal blocks.
-    """
+def _average(mask, along):
+    """A function: the sum of all elements of a row over the number of those that count, of one array or several."""
     count = None
 
     def average(*values):
         nonlocal count
         if mask is None:
-            means = [jnp.mean(v, axes, keepdims=True) for v in values]
-            return [m / blocks for m in psum_together(means, mesh_axes)]
+            return along.means(*values)
         if count is None:  # it travels with the first sums
-            sizes = [values[0].shape[i] if i in axes else n for i, n in enumerate(mask.shape)]
-            values = (*values, jnp.broadcast_to(mask, sizes).astype(values[0].dtype))
-        sums = [jnp.sum(v, axes, keepdims=True) for v in values]
-        # Those of a mask that all rows share are smaller.
-        shape = jnp.broadcast_shapes(*(s.shape for s in sums))
-        sums = psum_together([jnp.broadcast_to(s, shape) for s in sums], mesh_axes)
-        if count is None:
-            count = sums.pop()
+            sizes = [values[0].shape[i] if i in along.dims else n for i, n in enumerate(mask.shape)]
+            *sums, count = along.sums(
+                *values, jnp.broadcast_to(mask, sizes).astype(values[0].dtype)
+            )
+        else:
+            sums = along.sums(*values)
         return [s / count for s in sums]
 
-    blocks = jax.lax.psum(1, mesh_axes) if mesh_axes else 1
     return average
 
 
@@ -118,13 +109,24 @@ def _masked(v, mask):
     return v if mask is None else jnp.where(mask, v, jnp.zeros((), v.dtype))
 
 
-def _statistics(s, mask, *, axes, center, epsilon, mesh_axes=()):
-    """(mean or None, rstd) of s, which has the arithmetic's dtype. Two passes: the variance is never negative."""
-    average = _average(mask, axes, mesh_axes)
-    mean = average(_masked(s, mask))[0] if center else None
-    deviation = s if mean is None else s - mean
-    (variance,) = average(jnp.square(_masked(deviation, mask)))
-    return mean, jax.lax.rsqrt(variance + np.asarray(epsilon, s.dtype))
+def _statistics(s, mask, *, along, center, epsilon):
+    """(deviation of s from its mean, mean or None, rstd), of s in the arithmetic's dtype, in two passes.
+
+    The mean of the first pass is rounded, in a sum of large numbers by several units. The second pass has the mean of
+    what that leaves, so that deviations are as exact as s is: a row of one value has deviations of 0.
+    """
+    average = _average(mask, along)
+    mean, deviation = None, s
+    if center:
+        (rough,) = average(_masked(s, mask))
+        deviation = s - rough
+        kept = _masked(deviation, mask)
+        rest, square = average(kept, jnp.square(kept))
+        mean, deviation = rough + rest, deviation - rest
+        variance = jnp.maximum(square - jnp.square(rest), np.zeros((), s.dtype))
+    else:
+        (variance,) = average(jnp.square(_masked(s, mask)))
+    return deviation, mean, jax.lax.rsqrt(variance + np.asarray(epsilon, s.dtype))
 
 
 def _normalised(s, mean, rstd):
@@ -153,17 +155,17 @@ def _fwd_reference(
     scale_offset,
     operands,
     implementation=None,
-    mesh_axes=(),
+    blocks=None,
 ):
     del groups, implementation
     given = _named(_fwd_names(operands), operands_)
     x, mask, bias = given["x"], given.get("mask"), given.get("bias")
     s = _rounded(x + given["residual"]) if operands & RESIDUAL else x
     acc = s.astype(acc_dtype(x.dtype))
-    mean, rstd = _statistics(
-        acc, mask, axes=axes, center=center, epsilon=epsilon, mesh_axes=mesh_axes
+    deviation, mean, rstd = _statistics(
+        acc, mask, along=Along(axes, blocks), center=center, epsilon=epsilon
     )
-    y = _scaled(_normalised(acc, mean, rstd), given.get("scale"), scale_offset)
+    y = _scaled(deviation * rstd, given.get("scale"), scale_offset)
     if bias is not None:
         y = y + bias.astype(y.dtype)
     shape = jnp.broadcast_shapes(*(a.shape for a in operands_))
@@ -193,7 +195,7 @@ def _bwd_reference(
     parameter_dtype,
     epsilon=None,
     implementation=None,
-    mesh_axes=(),
+    blocks=None,
 ):
     """The formula of ffi/norm_args.h.
 
@@ -212,7 +214,7 @@ def _bwd_reference(
     results = []
     if need & X:
         w = _scaled(dy, given.get("scale"), scale_offset)
-        average = _average(mask, axes, mesh_axes)
+        average = _average(mask, Along(axes, blocks))
         if center:
             of_w, of_product = average(w, w * xhat)
             drift = of_w + xhat * of_product
@@ -256,7 +258,7 @@ def _jvp_reference(
     if have & X:
         x_dot = given["x_dot"].astype(dtype)
         kept = _masked(x_dot, mask)
-        average = _average(mask, axes, ())
+        average = _average(mask, Along(axes))
         if center:
             of_dot, of_product = average(kept, kept * _masked(xhat, mask))
             x_dot = x_dot - of_dot
@@ -329,20 +331,6 @@ def _fits(names, *avals, axes, groups, **_):
     return True
 
 
-def _partition(local, mesh, operand_specs, _, operand_shapes, result_shapes, **params):
-    """Rows stay where they are; `local(spec, **params)` says what a device runs if it is not the primitive itself."""
-    del mesh
-    full = jnp.broadcast_shapes(*operand_shapes)
-    spec = joint_spec(full, operand_specs, operand_shapes)
-    of = partial(broadcast_specs, spec, full)
-    return Partition(of(operand_shapes), of(result_shapes), local(spec, **params))
-
-
-def _names_along(spec, dims):
-    """The mesh axes that cut any of the dimensions."""
-    return tuple(name for i in dims for name in axis_names(spec[i]))
-
-
 def _batch(primitive, args, dims, *, names, grouped, axes, groups, **params):
     """Maps over a row dimension, or over a new group dimension where parameters or their gradients differ."""
     if grouped:
@@ -376,10 +364,9 @@ def _parameter_mapped(names, dims):
 # ---- norm_fwd ----
 
 
-def _fwd_local(spec, *, axes, **params):
+def _fwd_local(blocks, _, *, axes, **params):
     # Only a sharded row needs more: all-reduces of its count and mean, then of its mean squared deviation.
-    split = _names_along(spec, axes)
-    return partial(_fwd_reference, **params, axes=axes, mesh_axes=split) if split else None
+    return partial(_fwd_reference, **params, axes=axes, blocks=blocks) if blocks.cut(axes) else None
 
 
 # Elements of a copy of parameters beside the columns, at most.
@@ -413,7 +400,7 @@ norm_fwd_p = define_primitive(
     describe=_describe,
     fits=lambda *avals, operands, **params: _fits(_fwd_names(operands), *avals, **params),
     sharding_rule=broadcast_sharding_rule,
-    partition=partial(_partition, _fwd_local),
+    partition=broadcast_partition(_fwd_local),
     scratch=_fwd_scratch,
 )
 
@@ -521,24 +508,27 @@ batching.primitive_batchers[norm_fwd_p] = _fwd_batch
 norm_jvp_p = define_formula("norm_jvp", abstract=_jvp_abstract, formula=_jvp_reference)
 
 
-def _bwd_local(spec, *, axes, groups, parameter_dtype, **params):
-    rows = [i for i in range(groups, len(spec)) if i not in axes]
-    split, replicas = _names_along(spec, axes), _names_along(spec, rows)
-    need = params["need"]
-    if not split and not (replicas and need & (SCALE | BIAS)):
+def _bwd_local(blocks, shapes, *, axes, groups, parameter_dtype, **params):
+    rows = tuple(i for i in range(groups, len(blocks.shape)) if i not in axes)
+    sums_rows = bool(params["need"] & (SCALE | BIAS)) and bool(blocks.cut(rows))
+    if not blocks.cut(axes) and not sums_rows:
         return None
 
-    def local(*blocks):
+    def local(*operands):
         # Sums over the devices' rows are rounded once, so what each of them adds up stays in the arithmetic's dtype.
         exact = dict(
-            params, axes=axes, groups=groups, parameter_dtype=acc_dtype(blocks[0].dtype).name
+            params, axes=axes, groups=groups, parameter_dtype=acc_dtype(operands[0].dtype).name
         )
-        if split:
-            results = _bwd_reference(*blocks, **exact, mesh_axes=split)
+        if sums_rows:
+            operands = [blocks.filled(a, s, rows) for a, s in zip(operands, shapes, strict=True)]
+        if blocks.cut(axes):
+            results = _bwd_reference(*operands, **exact, blocks=blocks)
         else:
-            results = norm_bwd_p.bind(*blocks, **exact)
-        first = bool(need & X)
-        sums = psum_together(results[first:], replicas) if len(results) > first else []
+            results = norm_bwd_p.bind(*operands, **exact)
+        first = bool(params["need"] & X)
+        sums = results[first:]
+        if sums_rows:
+            sums = blocks.psum(jnp.stack(sums), rows)
         return [*results[:first], *(s.astype(parameter_dtype) for s in sums)]
 
     return local
@@ -593,7 +583,7 @@ norm_bwd_p = define_primitive(
         _bwd_names(center, operands), *avals, **params
     ),
     sharding_rule=broadcast_sharding_rule,
-    partition=partial(_partition, _bwd_local),
+    partition=broadcast_partition(_bwd_local),
     scratch=_bwd_scratch,
     in_place=lambda *, need, **_: (1, 0) if need & X else None,  # dx for dy
 )
@@ -632,12 +622,6 @@ def _backward(s, statistics, given, dy, dsum, need, **params):
     return dict(zip([bit for bit in (X, SCALE, BIAS) if need & bit], results, strict=True))
 
 
-def _sum_to(value, shape):
-    """The transpose of broadcasting from `shape`."""
-    broadcast = [i for i, n in enumerate(shape) if n != value.shape[i]]
-    return jnp.sum(value, broadcast, keepdims=True) if broadcast else value
-
-
 def _derive(formula, names, primals, tangents, params):
     """Tangents of a formula's results as s and scale move, and the statistics with s; None if they do not."""
     given, dots = _named(names, primals), _named(names, tangents)
@@ -647,10 +631,10 @@ def _derive(formula, names, primals, tangents, params):
 
     def of(*values):
         now = given | dict(zip(moving, values, strict=True))
-        mean, rstd = _statistics(
+        _, mean, rstd = _statistics(
             now["x"].astype(acc_dtype(now["x"].dtype)),
             now.get("mask"),
-            axes=params["axes"],
+            along=Along(params["axes"]),
             center=params["center"],
             epsilon=params["epsilon"],
         )
@@ -699,7 +683,7 @@ def _jvp_transpose(cotangents, *operands, **params):
     for bit, n in _TANGENTS:
         if bit in moving:
             ct, aval = results.get(bit), moving[bit].aval
-            out[n] = ad.Zero(aval) if ct is None else _sum_to(ct, aval.shape)
+            out[n] = ad.Zero(aval) if ct is None else sum_to(ct, aval)
     return list(out.values())
 
 
@@ -756,10 +740,10 @@ def _bwd_transpose(cotangents, *operands, **params):
         ct, _ = _tangents(
             *_fixed(given, params), have, with_sum=False, **_without(params, "operands", "need")
         )
-        out["dy"] = ad.Zero(aval) if ct is None else _sum_to(ct, aval.shape)
+        out["dy"] = ad.Zero(aval) if ct is None else sum_to(ct, aval)
     if "dsum" in given and ad.is_undefined_primal(given["dsum"]):
         aval, ct = given["dsum"].aval, have.get(X)
-        out["dsum"] = ad.Zero(aval) if ct is None else _sum_to(ct, aval.shape)
+        out["dsum"] = ad.Zero(aval) if ct is None else sum_to(ct, aval)
     return list(out.values())
 
 

@@ -1,11 +1,11 @@
-"""How an operation becomes a JAX primitive; the only home of `jax.interpreters`, `jax._src` and partitioning.
+"""How an operation becomes a JAX primitive; the only home of `jax.interpreters` and `jax._src`.
 
 A primitive has one reference formula and, on platforms whose module is loaded, one FFI target. Its lowering picks:
 
   ====================================================  =========================================
   platform without kernels, or implementation="xla"     the reference formula
   one device, or all mesh axes manual (shard_map)       the FFI call
-  several devices (jit with shardings)                  `custom_partitioning` around the primitive
+  several devices (jit with shardings)                  `custom_partitioning` around the primitive, see `_sharding`
   some mesh axes manual; `jax.export` for several       the reference formula (XLA partitions it)
   ====================================================  =========================================
 
@@ -27,6 +27,8 @@ from jax._src import (
     source_info_util,  # private: see `run_equation`
 )
 from jax._src.interpreters.mlir import lower_per_platform  # private: see `lower_by_platform`
+from jax._src.lib import xla_client  # private: see `_tiles`
+from jax._src.sharding_impls import GSPMDSharding  # private: see `_sharding_of`
 from jax.core import ShapedArray, eval_jaxpr
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -40,9 +42,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxnorm import _lib
+from jaxnorm._sharding import DEVICES, Blocks, Tiled
 
 NOT_MAPPED = None  # what a batching rule gets for an operand without a mapped axis
 
@@ -125,6 +128,15 @@ def vary_as(array, aval):
     return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
 
+def sum_to(value, aval):
+    """The transpose of broadcasting an array of `aval`: the sum over what is broadcast, where that array lives."""
+    broadcast = [i for i, n in enumerate(aval.shape) if n != value.shape[i]]
+    value = jnp.sum(value, broadcast, keepdims=True) if broadcast else value
+    # On an Explicit mesh, the cotangent of an array that all devices have is made in parts where x is cut.
+    alike = spec_of(jax.typeof(value)) == spec_of(aval)
+    return value if alike else jax.sharding.reshard(value, aval.sharding)
+
+
 def sharding_factors(operands, results, sizes=None) -> SdyShardingRule:
     """The Shardy rule for calls whose dimensions are named: equal names are cut alike.
 
@@ -160,24 +172,9 @@ def joint_spec(full, specs, shapes) -> Spec:
     )
 
 
-def broadcast_specs(spec, full, shapes) -> list[Spec]:
-    """`spec`, of the shape `full`, for arrays that broadcast to it."""
-    return [
-        tuple(e if n == full[i] else None for i, (e, n) in enumerate(zip(spec, shape, strict=True)))
-        for shape in shapes
-    ]
-
-
 def acc_dtype(dtype):
     """What values of `dtype` are summed in (not promote_types, which strict promotion refuses)."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def psum_together(values, names):
-    """Sums of arrays of one shape and dtype over the mesh axes `names`, in one all-reduce; as they are without any."""
-    if not names:
-        return list(values)
-    return list(jax.lax.psum(jnp.stack(values), names))
 
 
 # ---- what the kernels take ----
@@ -249,17 +246,33 @@ def define_dce(primitive: Primitive, prune: Callable) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a call is split over a mesh.
+    """How a call is split over devices.
 
     Attributes:
-      operands: one Spec per operand.
-      results: one Spec per result.
+      operands: the tiles (`_sharding.Tiled`) of each operand.
+      results: those of each result.
       local: the function that each device runs on its blocks; None when it is the primitive itself.
     """
 
-    operands: Sequence[Spec]
-    results: Sequence[Spec]
+    operands: Sequence[np.ndarray]
+    results: Sequence[np.ndarray]
     local: Callable | None = None
+
+
+def broadcast_partition(local: Callable) -> Callable:
+    """The `partition` of calls whose operands and results broadcast against each other: rows stay where they are.
+
+    Args:
+      local: (Blocks, operand shapes, **params) -> what a device runs; None when it is the primitive itself.
+    """
+
+    def partition(operands: Sequence[Tiled], results: Sequence[Tiled], /, **params) -> Partition:
+        full = jnp.broadcast_shapes(*(a.shape for a in operands))
+        blocks = Blocks.joint(full, operands)
+        tiles = [[blocks.tiles_of(a.shape) for a in arrays] for arrays in (operands, results)]
+        return Partition(*tiles, local(blocks, [a.shape for a in operands], **params))
+
+    return partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,8 +327,8 @@ def define_primitive(
       reference: (*operands, **params) -> list of results, in jax.numpy.
       attributes: (**params) -> attributes of the FFI call.
       describe: (number of operands, **params) -> the public function that binds this, for error messages.
-      sharding_rule: (mesh, operand_shapes, result_shapes, **params) -> which dimensions are the same.
-      partition: (mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params) -> Partition.
+      sharding_rule: (number of devices, operand_shapes, result_shapes, **params) -> which dimensions are the same.
+      partition: (operands, results, **params) -> Partition, where both are lists of `_sharding.Tiled`.
       fits: (*avals, platform, **params) -> whether the platform's kernels take such a call; they must not fail for what
         they cannot do.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
@@ -334,14 +347,17 @@ def define_primitive(
     target = primitive.name
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
-    # The parameters are the first, static argument: the number of operands varies.
-    def bind(params, *operands):
-        return primitive.bind(*operands, **dict(params))
+    # The number of devices and the parameters are the first, static argument: the number of operands varies.
+    def bind(static, *operands):
+        return primitive.bind(*operands, **dict(static[1]))
 
-    def partition_call(params, mesh, operand_infos, result_infos):
-        specs = [[spec_of(info) for info in infos] for infos in (operand_infos, result_infos)]
-        shapes = [[info.shape for info in infos] for infos in (operand_infos, result_infos)]
-        plan = partition(mesh, *specs, *shapes, **dict(params))
+    def partition_call(static, _, operand_infos, result_infos):
+        _, params = static
+        operands, results = (
+            [Tiled(info.shape, _tiles(info)) for info in infos]
+            for infos in (operand_infos, result_infos)
+        )
+        plan = partition(operands, results, **dict(params))
         local = plan.local or functools.partial(primitive.bind, **dict(params))
 
         def per_device(*blocks):
@@ -350,30 +366,33 @@ def define_primitive(
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return list(local(*blocks))
 
-        def sharding(spec):
-            return NamedSharding(mesh, PartitionSpec(*spec))
-
+        devices = operand_infos[0].sharding._device_assignment
         return (
-            mesh,
+            Mesh(np.array(devices), (DEVICES,)),
             per_device,
-            [sharding(s) for s in plan.results],
-            tuple(sharding(s) for s in plan.operands),
+            [_sharding_of(tiles, devices) for tiles in plan.results],
+            tuple(_sharding_of(tiles, devices) for tiles in plan.operands),
         )
 
-    def rule(params, mesh, operand_types, result_types):
+    def rule(static, _, operand_types, result_types):
+        devices, params = static
         shapes = [[tuple(t.shape) for t in types] for types in (operand_types, result_types)]
-        return sharding_rule(mesh, *shapes, **dict(params))
+        return sharding_rule(devices, *shapes, **dict(params))
 
     partitioned = custom_partitioning(bind, static_argnums=(0,))
-    partitioned.def_partition(partition=partition_call, sharding_rule=rule)
+    # Shardings come as XLA has them: it may cut an axis of the mesh in parts, which no axis of the mesh names.
+    partitioned.def_partition(partition=partition_call, sharding_rule=rule, decode_shardings=False)
 
-    def lower_partitioned(*operands, **params):
-        # The partitioned call says nothing of itself but its shapes. Without this, two calls that differ in their
-        # parameters alone would be one entry of the persistent compilation cache.
-        with set_xla_metadata(jaxnorm=f"{target} {_lib.VERSION} {sorted(params.items())}"):
-            return partitioned(tuple(sorted(params.items())), *operands)
+    def lower_partitioned(ctx, operands, params):
+        devices = ctx.module_context.axis_context.num_devices
 
-    lower_partitioned = mlir.lower_fun(lower_partitioned, multiple_results=True)
+        def call(*operands):
+            # The partitioned call says nothing of itself but its shapes. Without this, two calls that differ in their
+            # parameters alone would be one entry of the persistent compilation cache.
+            with set_xla_metadata(jaxnorm=f"{target} {_lib.VERSION} {sorted(params.items())}"):
+                return partitioned((devices, tuple(sorted(params.items()))), *operands)
+
+        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
     def lower_default(ctx, *operands, **params):
         return _formula(ctx, operands, params, f"platform {'/'.join(ctx.module_context.platforms)}")
@@ -400,7 +419,7 @@ def define_primitive(
             case "one device":
                 return _ffi_call(ctx, operands, params, platform)
             case "partition":
-                return lower_partitioned(_with_mesh(ctx), *operands, **params)
+                return lower_partitioned(ctx, operands, params)
             case reason:
                 return _formula(ctx, operands, params, reason)
 
@@ -532,24 +551,27 @@ def _placement(ctx) -> str:
         return "one device"
     if ctx.module_context.lowering_parameters.for_export:
         return "jax.export for several devices"  # the partitioner is a Python callback: it cannot be serialised
-    if context.device_assignment is None or _mesh(context) is None:
-        return "several devices without a mesh"
+    if context.device_assignment is None:
+        return "several devices that are not known yet"
     return "partition"
 
 
-def _mesh(context: mlir.ShardingContext) -> AbstractMesh | None:
-    if context.abstract_mesh is not None:
-        return context.abstract_mesh
-    # Only jax.set_mesh is active: JAX re-enters the equation's own context around its lowering.
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh if not mesh.empty and mesh.size == context.num_devices else None
+def _tiles(info) -> np.ndarray:
+    """The devices of a sharding as `_sharding.Tiled` has them; an array that is not tiled is whole everywhere."""
+    sharding = info.sharding._to_xla_hlo_sharding(len(info.shape))
+    devices = len(info.sharding.device_set)
+    if not sharding.is_tiled():
+        return np.arange(devices).reshape(*(1 for _ in info.shape), devices)
+    counts = sharding.tile_assignment_dimensions()[: len(info.shape)]
+    return np.array(sharding.tile_assignment_devices()).reshape(*counts, -1)
 
 
-def _with_mesh(ctx):
-    """`ctx` with the mesh written where custom_partitioning looks for it."""
-    context = ctx.module_context.axis_context
-    context = mlir.ShardingContext(context.num_devices, context.device_assignment, _mesh(context))
-    return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+def _sharding_of(tiles: np.ndarray, devices) -> GSPMDSharding:
+    if tiles.shape[-1] == tiles.size:
+        return GSPMDSharding(devices, xla_client.HloSharding.replicate())
+    copies = xla_client.OpSharding.Type.REPLICATED
+    tiled = xla_client.HloSharding.subgroup_with_device_ordering(tiles, subgroup_types=[copies])
+    return GSPMDSharding(devices, tiled)
 
 
 def mesh_size(mesh: Mesh | AbstractMesh, entry) -> int:

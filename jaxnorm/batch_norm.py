@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxnorm import _check
 from jaxnorm._batch_norm_primitives import (
     bind,
+    even_mask,
     forward,
     kept_results,
     merge_statistics,
@@ -99,7 +100,8 @@ def batch_norm(
     if mask is not None:
         mask = _check.bool_array(op, "mask", mask)
         _check.broadcastable(op, "mask", mask.shape, given["x"].shape)
-        given["mask"] = _even_mask(mask, given["x"].shape, call.axes)
+        mask = jnp.expand_dims(mask, range(given["x"].ndim - mask.ndim))
+        given["mask"] = even_mask(mask, given["x"].shape, call.axes)
     call = dataclasses.replace(
         call, **_synchronisation(op, axis_name, axis_index_groups, given["x"])
     )
@@ -256,16 +258,6 @@ def _feature_array(op, name, value, x, axes):
     _check.shape(op, name, value.shape, tuple(x.shape[a] for a in axes), of="x's feature axes")
     value = value.astype(acc_dtype(x.dtype))
     return jnp.expand_dims(value, [i for i in range(x.ndim) if i not in axes])
-
-
-def _even_mask(mask, shape, axes):
-    """The mask with x's rank, and with all or none of the features' and of the trailing dimensions, as kernels want."""
-    mask = jnp.expand_dims(mask, range(len(shape) - mask.ndim))
-    sizes = list(mask.shape)
-    for dims in (axes, range(axes[-1] + 1, len(shape))):
-        if any(mask.shape[i] != 1 for i in dims):
-            sizes = [shape[i] if i in dims else n for i, n in enumerate(sizes)]
-    return jnp.broadcast_to(mask, sizes)
 
 
 def _synchronisation(op, axis_name, axis_index_groups, x):

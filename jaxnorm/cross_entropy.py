@@ -29,21 +29,19 @@ from jax.typing import ArrayLike
 from jaxnorm import _check
 from jaxnorm._primitive import (
     NOT_MAPPED,
-    Partition,
     acc_dtype,
-    axis_names,
     broadcast_aval,
     broadcast_fits,
+    broadcast_partition,
     broadcast_sharding_rule,
-    broadcast_specs,
     collapsed_aval,
     define_formula,
     define_primitive,
-    joint_spec,
-    psum_together,
     split_scratch,
+    sum_to,
     vary_alike,
 )
+from jaxnorm._sharding import Along
 
 # Positions within a row are 32-bit numbers.
 _MAX_COLUMNS = 2**30
@@ -163,65 +161,52 @@ def _labels(op, labels, rows) -> jax.Array:
 # ---- formulas ----
 
 
-def _row(x, labels, where, axis, mesh_axes):
-    """What the formulas need of a row.
-
-    The mesh axes `mesh_axes` (if any) cut `axis` into blocks, of which each holds the label or does not.
+def _row(x, labels, where, axis, blocks=None):
+    """What the formulas need of a row, which devices may cut: then each holds the label or does not.
 
     Returns:
       The logits, -inf where masked; which element is the label's; whether any is; the number of classes, or None if the
-      mask decides; the functions that select what is not masked, find the maximum, and sum several arrays over the row
-      in one all-reduce.
+      mask decides; the function that selects what is not masked; and reductions along the row.
     """
+    row = Along((axis,), blocks)
     z = x.astype(acc_dtype(x.dtype))
     if where is not None:
         z = jnp.where(where, z, -jnp.inf)
     position = jax.lax.broadcasted_iota(jnp.int32, z.shape, axis)
-    classes = x.shape[axis]
-    if mesh_axes:
-        position = position + jax.lax.axis_index(mesh_axes) * np.int32(classes)
-        classes = classes * jax.lax.axis_size(mesh_axes)
+    if blocks:
+        position = position + blocks.start(axis)
+    classes = row.size(x)
     hit = position == labels
     valid = (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
-
-    def maximum(v):
-        m = jnp.max(v, axis, keepdims=True, initial=-jnp.inf)
-        return jax.lax.pmax(m, mesh_axes) if mesh_axes else m
-
-    def totals(*values):
-        shape = jnp.broadcast_shapes(*(v.shape for v in values))
-        return psum_together(
-            [jnp.sum(jnp.broadcast_to(v, shape), axis, keepdims=True) for v in values], mesh_axes
-        )
 
     def kept(v):
         return v if where is None else jnp.where(where, v, jnp.zeros((), v.dtype))
 
     n = jnp.asarray(classes, z.dtype) if where is None else None
-    return z, hit, valid, n, kept, maximum, totals
+    return z, hit, valid, n, kept, row
 
 
-def _target(z, hit, n, kept, totals, smoothing):
+def _target(z, hit, n, kept, row, smoothing):
     """The target distribution q for the elements of a block."""
     one_hot = jnp.where(hit, np.asarray(1 - smoothing, z.dtype), np.asarray(0, z.dtype))
     if not smoothing:
         return one_hot
     if n is None:
-        (n,) = totals(kept(jnp.ones_like(z)))
+        n = row.sum(kept(jnp.ones_like(z)))
     return one_hot + np.asarray(smoothing, z.dtype) / n
 
 
-def _fwd_reference(x, labels, *where, axis, smoothing, implementation=None, mesh_axes=()):
+def _fwd_reference(x, labels, *where, axis, smoothing, implementation=None, blocks=None):
     """(nll, lse). Sums are of differences from the maximum, so that a common offset of a row does no harm to nll."""
     del implementation
     mask = where[0] if where else None
-    z, hit, valid, n, kept, maximum, totals = _row(x, labels, mask, axis, mesh_axes)
-    m = maximum(z)
+    z, hit, valid, n, kept, row = _row(x, labels, mask, axis, blocks)
+    m = row.max(z)
     m = jnp.where(m == -jnp.inf, np.zeros((), z.dtype), m)
     sums = [jnp.exp(z - m), jnp.where(hit, z - m, np.zeros((), z.dtype))]
     if smoothing:
         sums += [kept(z - m), *([kept(jnp.ones_like(z))] if n is None else [])]
-    total, picked, *rest = totals(*sums)
+    total, picked, *rest = row.sums(*sums)
     log_total = jnp.log(total)
     nll = log_total
     if smoothing < 1:
@@ -236,22 +221,20 @@ def _jvp_reference(x, lse, labels, x_dot, *where, axis, smoothing, implementatio
     """(sum(p * x_dot), sum(q * x_dot))."""
     del implementation
     mask = where[0] if where else None
-    z, hit, valid, n, kept, _, totals = _row(x, labels, mask, axis, ())
+    z, hit, valid, n, kept, row = _row(x, labels, mask, axis)
     t = kept(x_dot.astype(z.dtype))
-    q = _target(z, hit, n, kept, totals, smoothing)
-    of_p, of_q = totals(kept(jnp.exp(z - lse)) * t, q * t)
+    q = _target(z, hit, n, kept, row, smoothing)
+    of_p, of_q = row.sums(kept(jnp.exp(z - lse)) * t, q * t)
     zero = jnp.zeros((), z.dtype)
     return [jnp.where(valid, of_p, zero), jnp.where(valid, of_q, zero)]
 
 
-def _bwd_reference(
-    x, lse, labels, a, b, *where, axis, smoothing, implementation=None, mesh_axes=()
-):
+def _bwd_reference(x, lse, labels, a, b, *where, axis, smoothing, implementation=None, blocks=None):
     """The formula of ffi/cross_entropy_args.h."""
     del implementation
     mask = where[0] if where else None
-    z, hit, valid, n, kept, _, totals = _row(x, labels, mask, axis, mesh_axes)
-    out = a * jnp.exp(z - lse) - b * _target(z, hit, n, kept, totals, smoothing)
+    z, hit, valid, n, kept, row = _row(x, labels, mask, axis, blocks)
+    out = a * jnp.exp(z - lse) - b * _target(z, hit, n, kept, row, smoothing)
     return [jnp.where(valid, kept(out), np.zeros((), z.dtype)).astype(x.dtype)]
 
 
@@ -290,15 +273,9 @@ def _fits_side_by_side(shape, axis, x, *rest):
     )
 
 
-def _partition(reference, mesh, operand_specs, _, operand_shapes, result_shapes, **params):
-    """Rows stay where they are; a sharded axis takes all-reduces of a few numbers per row."""
-    del mesh
-    full = jnp.broadcast_shapes(*operand_shapes)
-    spec = joint_spec(full, operand_specs, operand_shapes)
-    of = partial(broadcast_specs, spec, full)
-    split = axis_names(spec[params["axis"]])
-    local = partial(reference, **params, mesh_axes=split) if split else None
-    return Partition(of(operand_shapes), of(result_shapes), local)
+def _local(reference, blocks, _, *, axis, **params):
+    """What a device runs: a sharded axis takes all-reduces of a few numbers per row."""
+    return partial(reference, **params, axis=axis, blocks=blocks) if blocks.cut((axis,)) else None
 
 
 def _batch(primitive, args, dims, *, axis, **params):
@@ -329,7 +306,7 @@ def _define(name, abstract, reference, not_on_cuda=()):
         describe=_describe,
         fits=_fits,
         sharding_rule=broadcast_sharding_rule,
-        partition=partial(_partition, reference),
+        partition=broadcast_partition(partial(_local, reference)),
         scratch=lambda x, *_, axis, **__: split_scratch(x, (axis,)),
         not_on_cuda=not_on_cuda,
     )
@@ -412,12 +389,6 @@ def _bwd_jvp(primals, tangents, **params):
     return results, _add(*terms) or _zeros(results)
 
 
-def _sum_to(value, aval):
-    """The transpose of broadcasting from the shape of `aval`."""
-    broadcast = [i for i, n in enumerate(aval.shape) if n != value.shape[i]]
-    return jnp.sum(value, broadcast, keepdims=True) if broadcast else value
-
-
 def _jvp_transpose(cotangents, x, lse, labels, x_dot, *where, **params):
     rest = [None] * len(where)
     if not any(map(_present, cotangents)):
@@ -427,7 +398,7 @@ def _jvp_transpose(cotangents, x, lse, labels, x_dot, *where, **params):
     )
     operands = vary_alike(x, lse, labels, of_p, -of_q, *where)
     (x_bar,) = cross_entropy_bwd_p.bind(*operands, **params)
-    return [None, None, None, _sum_to(x_bar, x_dot.aval), *rest]
+    return [None, None, None, sum_to(x_bar, x_dot.aval), *rest]
 
 
 def _bwd_transpose(cotangents, x, lse, labels, a, b, *where, **params):
@@ -438,9 +409,9 @@ def _bwd_transpose(cotangents, x, lse, labels, a, b, *where, **params):
     else:
         of_p, of_q = cross_entropy_jvp_p.bind(*vary_alike(x, lse, labels, ct, *where), **params)
         if ad.is_undefined_primal(a):
-            bars[0] = _sum_to(of_p, a.aval)
+            bars[0] = sum_to(of_p, a.aval)
         if ad.is_undefined_primal(b):
-            bars[1] = _sum_to(-of_q, b.aval)
+            bars[1] = sum_to(-of_q, b.aval)
     return [None, None, None, *bars, *([None] * len(where))]
 
 

@@ -21,13 +21,12 @@ from jaxnorm._primitive import (
     NOT_MAPPED,
     Partition,
     aval_like,
-    axis_names,
     define_formula,
     define_primitive,
-    mesh_size,
     sharding_factors,
     vary_alike,
 )
+from jaxnorm._sharding import Blocks
 
 
 def relu(x: ArrayLike, *, implementation: str | None = None) -> jax.Array:
@@ -42,7 +41,7 @@ def relu(x: ArrayLike, *, implementation: str | None = None) -> jax.Array:
       implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the formula.
 
     Returns:
-      Array of x's shape and dtype.
+      Array of x's shape and dtype, weakly typed if x is.
 
     Raises:
       TypeError: the dtype is not supported.
@@ -70,7 +69,7 @@ def add_relu(x: ArrayLike, y: ArrayLike, *, implementation: str | None = None) -
       implementation: None picks the kernels where there are any, else XLA; "kernel" insists; "xla" is the formula.
 
     Returns:
-      Array of the shape and dtype of x + y.
+      Array of the shape and type of x + y.
 
     Raises:
       TypeError: a dtype is not supported.
@@ -92,6 +91,9 @@ def add_relu(x: ArrayLike, y: ArrayLike, *, implementation: str | None = None) -
         ) from None
     if x.shape != y.shape or x.dtype != y.dtype:
         return _relu(x + y, implementation=implementation)
+    if jax.typeof(x).weak_type != jax.typeof(y).weak_type:
+        # x + y converts the weakly typed one, whose cotangent is weakly typed again.
+        x, y = (jax.lax.convert_element_type(a, a.dtype) for a in (x, y))
     return _relu(x, y, implementation=implementation)
 
 
@@ -124,27 +126,38 @@ def _bwd_reference(mask, t, *, implementation=None):
 # ---- shardings: every axis may be cut; the last one changes what a byte of the mask holds ----
 
 
-def _local_fwd(names, blocks, x, z=None, **_):
+def _local_fwd(blocks, x, z=None):
     (y,) = _formula(x, z)
-    return [y, _bits.pack_block(names, blocks, y > 0)]
+    return [y, _bits.pack_block(blocks, y > 0)]
 
 
-def _local_bwd(names, blocks, mask, t, **_):
-    return [_bits.select_block(names, blocks, mask, t)]
+def _local_bwd(blocks, mask, t):
+    return [_bits.select_block(blocks, mask, t)]
 
 
-def _partition(local, mesh, x_spec, x_shape):
-    """(spec of x, spec of the mask, what a device runs if it is not the primitive itself)."""
-    names, blocks = axis_names(x_spec[-1]), mesh_size(mesh, x_spec[-1])
-    mask_spec = (*x_spec[:-1], _bits.entry(x_spec[-1], x_shape[-1], blocks))
-    needs_local = names and mask_spec[-1] is None
-    return x_spec, mask_spec, partial(local, names, blocks) if needs_local else None
+def _partition(local, x):
+    """(tiles of x, tiles of the mask, what a device runs if it is not the primitive itself)."""
+    blocks = Blocks(x.shape, x.tiles)
+    return (
+        x.tiles,
+        _bits.tiles(blocks, x.shape),
+        partial(local, blocks) if _bits.torn(blocks) else None,
+    )
+
+
+# ---- weak types: as those of sums and selections ----
+
+
+def _result_aval(*operands):
+    return aval_like(operands[0]).update(weak_type=all(a.weak_type for a in operands))
 
 
 # ---- relu: nothing is differentiated ----
 
 relu_p = define_formula(
-    "relu", abstract=lambda x, *z, implementation: [aval_like(x)], formula=_formula
+    "relu",
+    abstract=lambda *operands, implementation: [_result_aval(*operands)],
+    formula=_formula,
 )
 
 
@@ -180,18 +193,18 @@ batching.primitive_batchers[relu_p] = partial(_batch, relu_p)
 # ---- relu_fwd ----
 
 
-def _fwd_abstract(x, *_, implementation):
-    return [aval_like(x), _bits.aval(x)]
+def _fwd_abstract(*operands, implementation):
+    return [_result_aval(*operands), _bits.aval(operands[0])]
 
 
-def _fwd_rule(mesh, operand_shapes, _, *, implementation):
-    x, mask, sizes = _bits.factors(mesh, operand_shapes[0])
+def _fwd_rule(devices, operand_shapes, _, *, implementation):
+    x, mask, sizes = _bits.factors(devices, operand_shapes[0])
     return sharding_factors([x for _ in operand_shapes], [x, mask], sizes)
 
 
-def _fwd_partition(mesh, operand_specs, _, operand_shapes, __, *, implementation):
-    x, mask, local = _partition(_local_fwd, mesh, operand_specs[0], operand_shapes[0])
-    return Partition([x for _ in operand_specs], [x, mask], local)
+def _fwd_partition(operands, _, *, implementation):
+    x, mask, local = _partition(_local_fwd, operands[0])
+    return Partition([x for _ in operands], [x, mask], local)
 
 
 relu_fwd_p = define_primitive(
@@ -223,19 +236,19 @@ batching.primitive_batchers[relu_fwd_p] = partial(_batch, relu_fwd_p)
 # ---- relu_bwd ----
 
 
-def _bwd_rule(mesh, operand_shapes, _, *, implementation):
-    x, mask, sizes = _bits.factors(mesh, operand_shapes[1])
+def _bwd_rule(devices, operand_shapes, _, *, implementation):
+    x, mask, sizes = _bits.factors(devices, operand_shapes[1])
     return sharding_factors([mask, x], [x], sizes)
 
 
-def _bwd_partition(mesh, operand_specs, _, operand_shapes, __, *, implementation):
-    x, mask, local = _partition(_local_bwd, mesh, operand_specs[1], operand_shapes[1])
+def _bwd_partition(operands, _, *, implementation):
+    x, mask, local = _partition(_local_bwd, operands[1])
     return Partition([mask, x], [x], local)
 
 
 relu_bwd_p = define_primitive(
     "relu_bwd",
-    abstract=lambda mask, t, *, implementation: [aval_like(t)],
+    abstract=lambda mask, t, *, implementation: [_result_aval(t)],
     reference=_bwd_reference,
     attributes=lambda *, implementation: {},
     describe=lambda operands, *, implementation: "relu",

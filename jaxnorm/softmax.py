@@ -23,18 +23,17 @@ from jax.typing import ArrayLike
 from jaxnorm import _check
 from jaxnorm._primitive import (
     NOT_MAPPED,
-    Partition,
     acc_dtype,
     aval_like,
-    axis_names,
     broadcast_fits,
+    broadcast_partition,
     broadcast_sharding_rule,
-    broadcast_specs,
     define_primitive,
     spec_of,
     split_scratch,
     vary_alike,
 )
+from jaxnorm._sharding import Along
 
 # Which optional operands a call has (ffi/softmax_args.h holds the same numbers).
 WHERE, SCALE, BIAS = 1, 2, 4
@@ -215,24 +214,10 @@ def _split(optional, operands):
     return tuple(next(optional) if operands & bit else None for bit in (WHERE, SCALE, BIAS))
 
 
-def _reductions(axis, mesh_axes):
-    """Max and sum along `axis`, which the mesh axes `mesh_axes` (if any) cut into blocks."""
-
-    def maximum(v):
-        m = jnp.max(v, axis, keepdims=True, initial=-jnp.inf)
-        return jax.lax.pmax(m, mesh_axes) if mesh_axes else m
-
-    def total(v):
-        s = jnp.sum(v, axis, keepdims=True)
-        return jax.lax.psum(s, mesh_axes) if mesh_axes else s
-
-    return maximum, total
-
-
-def _fwd_reference(x, *optional, axis, factor, log, operands, implementation=None, mesh_axes=()):
+def _fwd_reference(x, *optional, axis, factor, log, operands, implementation=None, blocks=None):
     del implementation
     where, scale, bias = _split(optional, operands)
-    maximum, total = _reductions(axis, mesh_axes)
+    row = Along((axis,), blocks)
     z = x.astype(acc_dtype(x.dtype)) * factor
     if scale is not None:
         z = z * scale.astype(z.dtype)
@@ -240,22 +225,25 @@ def _fwd_reference(x, *optional, axis, factor, log, operands, implementation=Non
         z = z + bias.astype(z.dtype)
     if where is not None:
         z = jnp.where(where, z, -jnp.inf)
-    shifted = z - maximum(z)
+    top = row.max(z)
+    # Compilers contract the product and the difference into one operation, which does not round the product. Where it
+    # is large, its distance from the rounded maximum would be large too: 0 at the maximum, NaN if that is infinite.
+    shifted = jnp.where(z == top, top - top, jnp.minimum(z - top, np.zeros((), z.dtype)))
     if log:
-        y = shifted - jnp.log(total(jnp.exp(shifted)))
+        y = shifted - jnp.log(row.sum(jnp.exp(shifted)))
         masked = -jnp.inf
     else:
         e = jnp.exp(shifted)
-        y = e / total(e)
+        y = e / row.sum(e)
         masked = 0
     if where is not None:
         y = jnp.where(where, y, masked)
     return [y.astype(x.dtype)]
 
 
-def _bwd_reference(y, t, *where, axis, factor, form, implementation=None, mesh_axes=()):
+def _bwd_reference(y, t, *where, axis, factor, form, implementation=None, blocks=None):
     del implementation
-    _, total = _reductions(axis, mesh_axes)
+    total = Along((axis,), blocks).sum
     dtype = y.dtype
     y, t = y.astype(acc_dtype(dtype)), t.astype(acc_dtype(dtype))
     if where:
@@ -301,17 +289,9 @@ def _fits(*avals, axis, **_):
     return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
 
 
-def _partition(
-    reference, mesh, operand_specs, result_specs, operand_shapes, result_shapes, **params
-):
-    del mesh
-    (full,) = result_shapes
-    complete = [s for s, shape in zip(operand_specs, operand_shapes, strict=True) if shape == full]
-    spec = complete[0] if complete else result_specs[0]
-    split = axis_names(spec[params["axis"]])
+def _local(reference, blocks, _, *, axis, **params):
     # Rows are independent. Only a sharded axis needs more: all-reduces of one maximum and one sum per row.
-    local = partial(reference, **params, mesh_axes=split) if split else None
-    return Partition(broadcast_specs(spec, full, operand_shapes), [spec], local)
+    return partial(reference, **params, axis=axis, blocks=blocks) if blocks.cut((axis,)) else None
 
 
 def _batch(primitive, args, dims, *, axis, **params):
@@ -345,7 +325,7 @@ softmax_fwd_p = define_primitive(
     describe=_describe,
     fits=_fits,
     sharding_rule=broadcast_sharding_rule,
-    partition=partial(_partition, _fwd_reference),
+    partition=broadcast_partition(partial(_local, _fwd_reference)),
     scratch=_scratch,
 )
 
@@ -419,7 +399,7 @@ softmax_bwd_p = define_primitive(
     describe=_describe,
     fits=_fits,
     sharding_rule=broadcast_sharding_rule,
-    partition=partial(_partition, _bwd_reference),
+    partition=broadcast_partition(partial(_local, _bwd_reference)),
     scratch=_scratch,
     # The result for t. On CPUs that saves neither time nor memory.
     in_place=lambda *, platform, **_: (1, 0) if platform == "cuda" else None,

@@ -1,6 +1,7 @@
 """relu and add_relu against the float64 oracle, bit for bit: they only select."""
 
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -244,3 +245,58 @@ def test_kernel_is_used_when_insisted_on(op):
         return getattr(jaxnorm, op)(*args, implementation="kernel")
 
     assert "jaxnorm_relu_fwd" in jax.jit(f).lower(*args).as_text()
+
+
+# ---- weak types, which decide what a later operation promotes to ----
+
+
+def types(tree):
+    return jax.tree.map(lambda a: (a.dtype.name, a.weak_type), tree)
+
+
+def under_transformations(f, *args):
+    """Results, tangents and cotangents of one function of arrays."""
+    rows = [jnp.stack([a, a]) for a in args]
+    numbers = tuple(range(len(args)))
+
+    def gradient(*args):
+        return jax.grad(lambda *args: f(*args).sum(), numbers)(*args)
+
+    def cotangents(*args):
+        y, pullback = jax.vjp(f, *args)
+        return pullback(y), pullback(jax.lax.convert_element_type(y, y.dtype))
+
+    def one_tangent(*args):
+        return jax.jvp(lambda x: f(x, *args[1:]), args[:1], args[:1])
+
+    for function in (f, gradient, cotangents, one_tangent, lambda *a: jax.jvp(f, a, a)):
+        yield function(*args)
+        yield jax.jit(function)(*args)
+        yield jax.vmap(function)(*rows)
+        yield jax.vmap(function, in_axes=-1, out_axes=-1)(*rows)
+    yield jax.jvp(gradient, args, args)
+    yield jax.linearize(f, *args)[1](*args)
+    yield jax.checkpoint(gradient)(*args)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("weak", [(True,), (False,), *itertools.product([True, False], repeat=2)])
+def test_weak_types(weak, implementation):
+    """Of everything that comes out, as those of jax.nn.relu of the sum."""
+    args = [jnp.full(9, 0.5) if w else jnp.full(9, 0.5, jnp.result_type(float)) for w in weak]
+    assert [a.weak_type for a in args] == list(weak)
+    function = jaxnorm.add_relu if len(args) == 2 else jaxnorm.relu
+
+    got = under_transformations(lambda *a: function(*a, implementation=implementation), *args)
+    expected = under_transformations(lambda *a: jax.nn.relu(sum(a[1:], a[0])), *args)
+    for a, b in zip(got, expected, strict=True):
+        assert types(a) == types(b)
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_weak_types_promote_as_numbers_do():
+    with jax.numpy_dtype_promotion("standard"):
+        half, other = jnp.full(3, 0.5), jnp.ones(3, jnp.bfloat16)
+        for y in (jaxnorm.relu(half), jaxnorm.relu(0.5), jaxnorm.add_relu(half, half)):
+            assert (y * other).dtype == jnp.bfloat16
+        assert jaxnorm.add_relu(half, other).dtype == jnp.bfloat16

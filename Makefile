@@ -5,12 +5,16 @@
 VENV = .venv
 PYTHON =
 ARGS =
+SECONDS = 600
 # Neighbours share programs that are compiled, so workers take them in long runs.
 WORKERS = -n auto --maxprocesses=8 --dist worksteal
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
 DONE = $(VENV)/done
+# In front of what compiles. pip shows nothing of it: the backend tells the terminal, or, without one, this file.
+PROGRESS = [ -t 1 ] || { export JAXNORM_PROGRESS=$(abspath $(DONE))/progress; mkdir -p $(DONE); : > $(DONE)/progress; \
+  tail -f --pid=$$$$ $(DONE)/progress & };
 C_SOURCES = ffi/*.h ffi/*.cc ffi/cpu/*.h ffi/cpu/*.cc ffi/cuda/*.h ffi/cuda/*.cc ffi/cuda/*.cuh ffi/cuda/*.cu
 
 help: ## list the targets
@@ -27,9 +31,12 @@ demo: $(DONE)/bench ## check and time every operation here, then train three mod
 test: $(DONE)/test ## run the tests, e.g. ARGS='-k softmax -x'
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+fuzz: $(DONE)/test ## draw sharded programs for SECONDS=600, and compare each with one device
+	$(BIN)/python tests/fuzz_sharding.py --seconds $(SECONDS) $(ARGS)
+
 test-matrix: $(VENV)/pyvenv.cfg ## run the tests on the oldest, a middle and the newest supported jax
 	$(PIP) --quiet 'nox>=2024.4'
-	$(BIN)/nox $(ARGS)
+	$(PROGRESS) $(BIN)/nox $(ARGS)
 
 bench: $(DONE)/bench ## time every operation against XLA; results in out/
 	mkdir -p out
@@ -48,7 +55,7 @@ format: $(DONE)/dev ## rewrite sources in the style that lint checks
 
 dev: $(VENV)/pyvenv.cfg ## switch to an install that recompiles what changed whenever jaxnorm is imported
 	$(PIP) 'scikit-build-core>=0.11' 'nanobind>=2.7' cmake ninja jax
-	$(PIP) --no-build-isolation -Cbuild-dir=build/editable -Ceditable.rebuild=true -Ceditable.verbose=false -e '.[dev]'
+	$(PROGRESS) $(PIP) --no-build-isolation -Cbuild-dir=build/editable -Ceditable.rebuild=true -Ceditable.verbose=false -e '.[dev]'
 	mkdir -p $(DONE)
 	touch $(DONE)/rebuilds $(DONE)/package $(DONE)/bench $(DONE)/test $(DONE)/dev
 
@@ -59,7 +66,7 @@ dist: $(VENV)/pyvenv.cfg ## build the sdist, and the wheel from it, into dist/
 clean: ## remove all that these targets made
 	rm -rf $(VENV) .nox build dist out .pytest_cache .hypothesis .ruff_cache
 
-.PHONY: help demo test test-matrix bench lint format dev dist clean
+.PHONY: help demo test fuzz test-matrix bench lint format dev dist clean
 
 # ---- setting up ----
 
@@ -84,7 +91,7 @@ $(DONE)/package: $(VENV)/pyvenv.cfg pyproject.toml CMakeLists.txt _build_backend
 	    command -v nvcc >/dev/null || export JAXNORM_CUDA_TOOLKIT=pypi; \
 	  fi; \
 	  echo "installing jaxnorm$$extra; compiling takes some minutes"; \
-	  $(PIP) -e ".$$extra"; \
+	  $(PROGRESS) $(PIP) -e ".$$extra"; \
 	fi
 	@touch $@
 

@@ -23,7 +23,8 @@ def float_array(op: str, name: str, value) -> jax.Array:
             f"{op}: {name} must be of dtype {', '.join(DTYPES)}, got {dtype.name}. "
             f"Convert it with {name}.astype(jnp.float32)."
         )
-    return jnp.asarray(value)
+    # jnp.asarray of a traced array is an operation, of which jax_debug_nans would look at the result.
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def bool_array(op: str, name: str, value) -> jax.Array:

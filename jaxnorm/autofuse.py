@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
@@ -22,7 +23,9 @@ class Autofused:
 
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
-        return restore(jaxpr_as_fun(rewrite(closed))(*arrays))
+        results = jaxpr_as_fun(rewrite(closed))(*arrays)
+        # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
+        return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])
 
     def explain(self, *args, **kwargs) -> Report:
         """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""

@@ -27,6 +27,7 @@ from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
 from jaxnorm import _check
+from jaxnorm._axes import merge_axes
 from jaxnorm._primitive import (
     NOT_MAPPED,
     acc_dtype,
@@ -54,7 +55,7 @@ def softmax_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,
     *,
-    axis: int = -1,
+    axis: int | tuple[int, ...] = -1,
     where: ArrayLike | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -81,8 +82,9 @@ def softmax_cross_entropy(
     Args:
       logits: array of any rank >= 1; float16, bfloat16, float32 or float64.
       labels: integers, of the shape of logits without `axis`.
-      axis: axis of the classes.
-      where: boolean array that broadcasts to logits; which classes take part.
+      axis: axis of the classes, or a tuple of axes. Labels then count along all of them, the last one fastest, as
+        `jnp.ravel_multi_index` does.
+      where: boolean array of logits' rank that broadcasts to logits; which classes take part.
       label_smoothing: Python number from 0 to 1, the part of the target that all classes share.
       z_loss: Python number, the weight of lse squared.
       implementation: None picks the kernel where there is one, else XLA; "kernel" insists; "xla" is the plain formula.
@@ -106,10 +108,8 @@ def softmax_cross_entropy(
         raise ValueError(
             f"{op}: logits must have at least one dimension, got a scalar. Use logits[None] for one class."
         )
-    if not hasattr(axis, "__index__"):
-        raise TypeError(f"{op}: axis must be an int, got {axis!r}. Pass axis=-1 for the last axis.")
-    (axis,) = _check.axes(op, axis, x.ndim)
-    rows = x.shape[:axis] + x.shape[axis + 1 :]
+    axes = _class_axes(op, axis, x.ndim)
+    rows = tuple(n for i, n in enumerate(x.shape) if i not in axes)
     targets = _labels(op, labels, rows)
     smoothing = _check.number(op, "label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
@@ -119,9 +119,8 @@ def softmax_cross_entropy(
     weight = _check.number(op, "z_loss", z_loss)
     mask = []
     if where is not None:
-        keep = _check.bool_array(op, "where", where)
-        _check.broadcastable(op, "where", keep.shape, x.shape)
-        mask = [jnp.expand_dims(keep, range(x.ndim - keep.ndim))]
+        mask = [_class_mask(op, where, x)]
+    (x, *mask), axis, _ = merge_axes([x, *mask], axes)
     loss, lse = cross_entropy_fwd_p.bind(
         *vary_alike(x, jnp.expand_dims(targets, axis), *mask),
         axis=axis,
@@ -132,6 +131,30 @@ def softmax_cross_entropy(
         # Not lse**2, whose derivative would keep 2 * lse next to lse.
         loss = loss + lse * lse * np.asarray(weight, lse.dtype)
     return jnp.squeeze(loss, axis)
+
+
+def _class_axes(op, axis, ndim) -> tuple[int, ...]:
+    """The axes of the classes, in the order in which the labels count along them."""
+    entries = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    if not entries or not all(hasattr(a, "__index__") for a in entries):
+        raise TypeError(
+            f"{op}: axis must be an int or a tuple of ints, got {axis!r}. Pass axis=-1 for the last axis."
+        )
+    _check.axes(op, axis, ndim)
+    return tuple(a.__index__() % ndim for a in entries)
+
+
+def _class_mask(op, where, x) -> jax.Array:
+    keep = _check.bool_array(op, "where", where)
+    if keep.ndim != x.ndim:
+        # NumPy would broadcast it to the classes, optax to the rows.
+        raise ValueError(
+            f"{op}: where must have as many dimensions as logits of shape {x.shape}, got {keep.shape}. "
+            "To mask classes, insert axes for the rows: where[None, :]. To leave out rows, select their losses: "
+            "jnp.where(rows, loss, 0)."
+        )
+    _check.broadcastable(op, "where", keep.shape, x.shape)
+    return keep
 
 
 def _labels(op, labels, rows) -> jax.Array:

@@ -10,7 +10,6 @@ Operands have x's rank; any of them may have size 1 where the result does not, w
 a subset of the operands, cost nothing.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -21,6 +20,7 @@ from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
 from jaxnorm import _check
+from jaxnorm._axes import merge_axes
 from jaxnorm._primitive import (
     NOT_MAPPED,
     acc_dtype,
@@ -69,10 +69,11 @@ def softmax(
     are exactly 0. Empty arrays give empty arrays.
 
     Args:
-      x: array of any rank >= 1; float16, bfloat16, float32 or float64.
-      axis: axis, tuple of axes, or None for all of them.
+      x: array; float16, bfloat16, float32 or float64.
+      axis: axis, tuple of axes, or None for all of them, also of a scalar.
       where: boolean array that broadcasts to x; which elements take part.
-      scale: number, or array that broadcasts to x; differentiable. A Python number costs nothing.
+      scale: number, or array that broadcasts to x; differentiable. A Python number costs nothing and does not promote;
+        NumPy's numbers are arrays.
       bias: array that broadcasts to x; differentiable. Broadcast operands are read in place, never materialised.
       implementation: None picks the kernel where there is one, else XLA; "kernel" insists; "xla" is the plain formula.
 
@@ -109,8 +110,8 @@ def log_softmax(
     +inf and empty arrays behave as in `jaxnorm.softmax`.
 
     Args:
-      x: array of any rank >= 1; float16, bfloat16, float32 or float64.
-      axis: axis, tuple of axes, or None for all of them.
+      x: array; float16, bfloat16, float32 or float64.
+      axis: axis, tuple of axes, or None for all of them, also of a scalar.
       where: boolean array that broadcasts to x; which elements take part.
       scale: number, or array that broadcasts to x; differentiable.
       bias: array that broadcasts to x; differentiable.
@@ -133,13 +134,14 @@ def log_softmax(
 def _softmax(op, x, axis, where, scale, bias, implementation, log):
     _check.implementation(op, implementation)
     x = _check.float_array(op, "x", x)
-    if x.ndim == 0:
+    if x.ndim == 0 and axis not in (None, ()):
         raise ValueError(
-            f"{op}: x must have at least one dimension, got a scalar. Use x[None] for one row of one element."
+            f"{op}: x must have at least one dimension, got a scalar. Use x[None] for one row of one element, or axis=None."
         )
     axes = _check.axes(op, axis, x.ndim)
     factor = 1.0
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+    # NumPy's float64 is a float, but promotes as an array does.
+    if isinstance(scale, (int, float)) and not isinstance(scale, (bool, np.generic)):
         factor, scale = float(scale), None
     arrays = {}
     if where is not None:
@@ -154,14 +156,11 @@ def _softmax(op, x, axis, where, scale, bias, implementation, log):
 
     # Kernels take one dtype. Under strict promotion a mixture is refused here, as in jax.numpy.
     dtype = jnp.result_type(x, *(arrays[bit] for bit in (SCALE, BIAS) if bit in arrays))
-    x = x.astype(dtype)
-    for bit in (SCALE, BIAS):
-        if bit in arrays:
-            arrays[bit] = arrays[bit].astype(dtype)
-
+    x = _convert(x, dtype)
+    arrays = {bit: a if bit == WHERE else _convert(a, dtype) for bit, a in arrays.items()}
     arrays = {bit: jnp.expand_dims(a, range(x.ndim - a.ndim)) for bit, a in arrays.items()}
     shape = x.shape
-    operands, axis, unmerge = _merge_axes([x, *arrays.values()], axes)
+    operands, axis, unmerge = merge_axes([x, *arrays.values()], axes)
     (y,) = softmax_fwd_p.bind(
         *vary_alike(*operands),
         axis=axis,
@@ -173,36 +172,8 @@ def _softmax(op, x, axis, where, scale, bias, implementation, log):
     return unmerge(y).reshape(shape)
 
 
-def _merge_axes(arrays, axes):
-    """Reshapes arrays of one rank so that `axes` become one axis.
-
-    Returns the arrays, the axis, and the function that puts a result's dimensions back in order (still merged).
-    Neighbouring axes merge in place; others are moved to the end first, which costs a transpose.
-    """
-    x = arrays[0]
-    if not axes:
-        return [a[..., None] for a in arrays], x.ndim, lambda y: y
-    first, last = axes[0], axes[-1] + 1
-    if last - first != len(axes):
-        end = range(x.ndim - len(axes), x.ndim)
-        arrays = [jnp.moveaxis(a, axes, end) for a in arrays]
-        shape = arrays[0].shape
-        merged, axis, _ = _merge_axes(arrays, tuple(end))
-        return merged, axis, lambda y: jnp.moveaxis(y.reshape(shape), end, axes)
-    if len(axes) == 1:
-        return arrays, first, lambda y: y
-    full = x.shape[first:last]
-
-    def merge(a):
-        sizes = a.shape[first:last]
-        if all(s == 1 for s in sizes):
-            size = 1
-        else:
-            size = math.prod(full)
-            a = jnp.broadcast_to(a, (*a.shape[:first], *full, *a.shape[last:]))
-        return a.reshape(*a.shape[:first], size, *a.shape[last:])
-
-    return [merge(a) for a in arrays], first, lambda y: y
+def _convert(array, dtype):
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 # ---- formulas ----

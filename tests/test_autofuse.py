@@ -14,6 +14,7 @@ from autofuse_formulas import WHERE, B, S, X, batch_norm, layer_norm, mean_of, v
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import PartitionSpec as P
 from suite import rand
 
@@ -257,6 +258,105 @@ def test_pytrees():
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
     report = fused.explain({"x": shape}, "a", times=2, act=jax.nn.relu)
     assert [c.call for c in report.candidates] == ["jaxnorm.relu(x)"]
+
+
+# ---- types of results ----
+
+
+def types(tree):
+    """All that an operation on an array may depend on."""
+    return jax.tree.map(lambda a: (a.shape, a.dtype, a.weak_type), tree)
+
+
+def weak(x):
+    """`x` with the type that results have of Python numbers."""
+    x = convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+    assert x.weak_type
+    return x
+
+
+def test_results_are_arrays():
+    """Numbers of the program's text and arrays that nothing is done with, too: as under jit, of one type."""
+    table = np.arange(3, dtype=np.float32)
+
+    def function(x, y):
+        numbers = [jnp.asarray(n) for n in (2.0, 3, True, 1j)]
+        arrays = [jnp.float16(2), np.float32(1), np.ones(2, np.float32), table, jnp.bfloat16(1)]
+        return jax.nn.relu(x), numbers, arrays, x, y, jnp.full((), 0.5), weak(jnp.bfloat16(1))
+
+    args = X, np.ones(3, np.float32)
+    expected = types(jax.jit(function)(*args))
+    fused = jaxnorm.autofuse(function)
+    got = fused(*args)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(got))
+    assert types(got) == types(jax.jit(fused)(*args)) == expected
+    args[1][:] = 2
+    np.testing.assert_array_equal(got[4], 1)
+
+
+def with_statistics(x):
+    y, mean, variance = batch_norm(x, 0.5, 0.25)
+    return jax.nn.relu(y), mean * 2, variance
+
+
+def layer_norm_of_numbers(x):
+    return layer_norm(x, 0.5, 0.25)
+
+
+def loss(logits):
+    labels = jnp.arange(logits[..., 0].size).reshape(logits.shape[:-1]) % logits.shape[-1]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
+
+
+# From arrays of one type to results of that type, if they are weak.
+WEAK = {
+    "relu": jax.nn.relu,
+    "relu of scalar": lambda x: jax.nn.relu(x.sum()),
+    "relu of broadcast": lambda x: jax.nn.relu(jnp.broadcast_to(x[:1], x.shape)),
+    "add_relu": lambda x: jax.nn.relu(x + jnp.sin(x)),
+    "add_relu, one of them": lambda x: jax.nn.relu(x + X),
+    "softmax": jax.nn.softmax,
+    "softmax, always replaced": lambda x: jax.nn.softmax(x, axis=0),
+    "log_softmax": lambda x: jax.nn.log_softmax(x * 2, where=WHERE),
+    "layer_norm": layer_norm_of_numbers,
+    "layer_norm and scale": lambda x: layer_norm(X, x[0, 0], x[1, 1]),
+    "rms_norm and sum": lambda x: (s := x + 2 * jnp.sin(x), s * lax.rsqrt(mean_of(s * s) + 1e-5)),
+    "batch_norm": with_statistics,
+    "batch_norm_inference": lambda x: (x - weak(S)) * lax.rsqrt(weak(B) ** 2 + 1e-5),
+    "loss": loss,
+    "scan": lambda x: lax.scan(lambda c, _: (jax.nn.relu(jax.nn.softmax(c)), c), x, None, 2),
+    "cond": lambda x: lax.cond(True, layer_norm_of_numbers, jnp.sin, x),
+}
+
+
+@jax.enable_x64(False)  # in which a weak float32 and a number are float64
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_types(name):
+    """Of values, tangents and cotangents, whatever type the operation has by itself."""
+    function = WEAK[name]
+    fused = jaxnorm.autofuse(function)
+
+    def gradient(f):
+        def loss(x):
+            return sum(v.sum() for v in jax.tree.leaves(f(x)))
+
+        return lambda x: jax.grad(loss)(x)
+
+    def tangent(f):
+        return lambda x: jax.jvp(f, (x,), (x,))
+
+    for x in (weak(X), X):
+        assert operations(function, x)
+        got, expected = fused(x), function(x)
+        assert types(got) == types(expected)
+        assert_close(got, expected, 1e-4)
+        for transform in (jax.jit, jax.vmap, gradient, tangent):
+            got, expected = (jax.eval_shape(transform(f), x) for f in (fused, function))
+            assert types(got) == types(expected)
+        got, expected = (
+            jax.eval_shape(f(gradient(function)), x) for f in (jaxnorm.autofuse, jax.jit)
+        )
+        assert types(got) == types(expected)
 
 
 def test_effects_stay(capfd):

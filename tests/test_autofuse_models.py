@@ -10,6 +10,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from autofuse_checks import assert_close, assert_same, operations, primitives
@@ -253,6 +254,22 @@ def test_haiku():
     args = shaken(parameters), X
     assert_same(function, *args, tolerance=1e-4, gradient_tolerance=5e-3)
     assert names(function, *args) == ["layer_norm", "softmax", "rms_norm", "batch_norm"]
+
+
+def test_haiku_rms_norm_over_other_axes():
+    """Its scale is of the last axis, whatever is normalised: each is replaced, or left with the reason."""
+    for shape, axis in ((X.shape, 0), (IMAGES.shape, (1, 2)), (X.shape, 1), (X.shape, (1, 2))):
+        x = rand(shape)
+        model = hk.without_apply_rng(hk.transform(lambda x, axis=axis: hk.RMSNorm(axis)(x)))
+        args = shaken(model.init(jax.random.key(0), x)), x
+        assert_same(model.apply, *args)
+        report = jaxnorm.autofuse(model.apply).explain(*args)
+        if len(shape) - 1 in np.atleast_1d(axis):
+            assert [c.operation for c in report.candidates if c.call] == ["rms_norm"]
+        else:
+            (candidate,) = report.candidates
+            assert candidate.call is None
+            assert candidate.reason == "scale has dimensions that are not normalised"
 
 
 def test_equinox():

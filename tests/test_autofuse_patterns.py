@@ -247,6 +247,24 @@ RELU = {
     "add": (lambda x, y: jax.nn.relu(x + y), ["add_relu(x, y)"]),
     "broadcast add": (lambda x, y: jax.nn.relu(x + y[:1]), ["relu(x)"]),
     "sum used": (lambda x, y: (jax.nn.relu(s := x + y), s), ["relu(x)"]),
+    "broadcast": (lambda x, y: jax.nn.relu(jnp.broadcast_to(x[:1], y.shape)) * y, ["relu(x)"]),
+    "broadcast, transposed": (
+        lambda x, y: jax.nn.relu(jnp.broadcast_to(x[:, 0].T[:, None], (16, 6, 4))).T * y,
+        ["relu(x)"],
+    ),
+    "broadcast scalar": (lambda x, y: jax.nn.relu(jnp.full(y.shape, x.sum())) * y, ["relu(x)"]),
+    "broadcast sum": (
+        lambda x, y: jax.nn.relu(jnp.broadcast_to(x[0] + y[1], y.shape)) * y,
+        ["add_relu(x, y)"],
+    ),
+    "broadcast norm": (
+        lambda x, y: jax.nn.relu(jnp.broadcast_to(layer_norm(x[0]), y.shape)) * y,
+        ["layer_norm(x, scale, bias, axis=-1, epsilon=1e-05)", "relu(x)"],
+    ),
+    "of a broadcast in a jit": (
+        lambda x, y: jax.jit(jax.nn.relu)(jnp.broadcast_to(x[:, :, :1], y.shape)) * y,
+        ["relu(x)"],
+    ),
     "batch norm": (
         lambda x, y: batch_norm(x)[0],
         ["batch_norm(x, scale, bias, axis=-1, epsilon=1e-05)"],
@@ -476,6 +494,30 @@ NEAR_MISSES = {
     "maximum(0, x)": (lambda x: jnp.maximum(0, x), None),
     "maximum(x, 0)": (lambda x: jnp.maximum(x, 0), "whose derivative at 0 is 1/2"),
     "other derivative": (leaky, "its derivative is not that of relu"),
+    "relu of a number": (lambda x: x * jax.nn.relu(2.0), "its operand is a number of the program"),
+    "relu of a number in a jit": (
+        lambda x: x * jax.jit(jax.nn.relu)(2.0),
+        "its operand is a number of the program",
+    ),
+    "relu of equal numbers": (
+        lambda x: x * jax.nn.relu(jnp.full(16, 0.5)),
+        "its operand is a number of the program",
+    ),
+    "rms norm, scale of other dimensions": (
+        lambda x: x * S * lax.rsqrt(mean_of(x * x, 1) + 1e-5),
+        "scale has dimensions that are not normalised",
+    ),
+    "layer norm, scale of rows and columns": (
+        lambda x: deviation_of(x)
+        * x[:1].sum(1, keepdims=True) ** 0
+        * Y[0]
+        * lax.rsqrt(variance_of(x) + 1e-5),
+        "scale or bias has normalised dimensions and others",
+    ),
+    "rms norm of twice x": (
+        lambda x: 2 * x * lax.rsqrt(mean_of(x * x) + 1e-5),
+        "the result is multiplied by a number",
+    ),
     "relu6": (jax.nn.relu6, None),
     "leaky relu": (jax.nn.leaky_relu, None),
 }

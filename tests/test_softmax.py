@@ -580,6 +580,63 @@ def test_scalar_where(op, where):
     )
 
 
+@ops
+@pytest.mark.parametrize("axis", [None, ()])
+def test_scalar(op, axis):
+    """One element is a row of its own, as in jax.nn."""
+    functions = [functools.partial(f(op), axis=axis) for f in (jn, nn)]
+    for value in (1.0, np.nan, np.inf):
+        x = jnp.float32(value)
+        ours, theirs = (jax.jvp(f, (x,), (x,)) for f in functions)
+        for got, want in zip(ours, theirs, strict=True):
+            assert got.shape == ()
+            np.testing.assert_array_equal(got, want)
+    assert jn(op)(x, axis=axis, where=False, scale=2.0, bias=x) == (-np.inf if "log" in op else 0)
+
+
+@ops
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numpy_scale_promotes(op, dtype):
+    """NumPy's float64 is a Python float, but promotes as in scale * x."""
+    x = rand((2, 5), "bfloat16")
+    scale = np.dtype(dtype).type(0.5)
+    with jax.numpy_dtype_promotion("standard"):
+        assert jn(op)(x, scale=scale).dtype == (scale * x).dtype == dtype
+    assert jn(op)(x, scale=0.5).dtype == "bfloat16"
+
+
+@ops
+@pytest.mark.parametrize("bias", [None, -3.0])
+@pytest.mark.parametrize("array", [False, True])
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_large_logits(op, array, bias, implementation):
+    """A compiler that does not round scale * x before it subtracts the maximum makes NaN of this."""
+    x = jnp.array([[1.1e12, 1.0, 1.1e12], [-2.3e15, 7.7e14, 1.0]], "float32")
+    scale = jnp.float32(0.7) if array else 0.7
+    bias = None if bias is None else jnp.float32(bias)
+    got = jax.jit(lambda x: jn(op)(x, scale=scale, bias=bias, implementation=implementation))(x)
+    expected = [[0.5, 0, 0.5], [0, 1, 0]]
+    np.testing.assert_allclose(jnp.exp(got) if "log" in op else got, expected, rtol=1e-6)
+
+
+@ops
+def test_masked_nan_under_debug_nans(op):
+    """What a mask leaves out is in no intermediate result, eagerly too."""
+    x, where = jnp.array([1.0, 2.0, np.nan]), jnp.array([True, True, False])
+
+    def f(x):
+        return jnp.where(where, jn(op)(x, where=where), 0)
+
+    with jax.debug_nans(True):
+        y, y_dot = jax.jvp(f, (x,), (jnp.ones(3),))
+        x_bar = jax.grad(lambda x: f(x)[0])(x)
+        loss_bar = jax.grad(lambda x: jaxnorm.softmax_cross_entropy(x, jnp.array(0), where=where))(
+            x
+        )
+    for value in (y, y_dot, x_bar, loss_bar):
+        assert np.isfinite(value).all()
+
+
 # ---- accuracy and determinism ----
 
 

@@ -11,7 +11,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
+from jax.extend.core.primitives import convert_element_type_p
 
 from jaxnorm import _check
 from jaxnorm._autofuse import costs
@@ -35,6 +37,7 @@ class Replacement:
       level: where.
       region: equations that it stands for.
       results: (value, name of the result, the dimensions of x that its node's are) that it defines, the output first.
+        None is for a dimension along which x is broadcast.
       sources: for each node that the operation reads, the value that holds it and its variable.
       rule: of the cost table.
     """
@@ -132,7 +135,8 @@ class Plan:
         levels = sorted(match.output.defined, key=_depth, reverse=True)
         refs = [ref for operand in match.operands.values() for ref in operand.refs]
         x, output = match.x, match.output.view.dims
-        best = tuple(x.dims.index(d) for d in output if d is not None)  # the order of the output's
+        dims = [d for d in output if d is not None and d in x.dims]
+        best = tuple(map(x.dims.index, dims))  # the order of the output's
         for level in levels:
             sources = {ref.node: _named(self.program, ref.node, level, best) for ref in refs}
             if None not in sources.values():
@@ -143,7 +147,10 @@ class Plan:
 
     def _results(self, match: Match, region, level: Level):
         """What the operation defines: its output, and by-products that others use."""
-        inverse = tuple(match.x.dims.index(d) for d in identity(match.output.view.node))
+        dims = match.x.dims
+        inverse = tuple(
+            dims.index(d) if d in dims else None for d in identity(match.output.view.node)
+        )
         results = [(match.output, "output", inverse)]
         inside = set(region)
         call = _call_in(level, match.output.equation)
@@ -351,7 +358,9 @@ def original_function(replacement: Replacement) -> Callable:
         def read(value):
             if value.literal is not None:
                 return value.literal
-            return env[value] if value in env else given[_content(value)]
+            if value in env:
+                return env[value]
+            return convert(given[_content(value)], value.aval.dtype, value.aval.weak_type)
 
         for equation in order:
             operands = [read(value) for value in equation.inputs]
@@ -363,5 +372,12 @@ def original_function(replacement: Replacement) -> Callable:
 
 
 def _content(value: Value):
-    """Equal for values that can stand for each other."""
+    """Equal for values that can stand for each other, but for their weak types."""
     return value.view, varying_axes(value.aval)
+
+
+def convert(array, dtype, weak_type=False):
+    """As `jax.lax.convert_element_type`, which makes no weakly typed arrays."""
+    if (array.dtype, jax.typeof(array).weak_type) == (dtype, weak_type):
+        return array
+    return convert_element_type_p.bind(array, new_dtype=dtype, weak_type=weak_type, sharding=None)

@@ -11,7 +11,14 @@ from jax.extend.core import Literal
 import jaxnorm
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.match import Match
-from jaxnorm._autofuse.plan import Plan, Replacement, layout_of, original_function, schedule
+from jaxnorm._autofuse.plan import (
+    Plan,
+    Replacement,
+    convert,
+    layout_of,
+    original_function,
+    schedule,
+)
 from jaxnorm._autofuse.program import CALLS, Equation, Level, Value
 from jaxnorm._autofuse.values import View
 from jaxnorm._primitive import open_jaxpr, run_equation, vary_as, with_forward, without_dead_code
@@ -175,8 +182,12 @@ def operation_function(replacement: Replacement) -> Callable:
     match = replacement.match
 
     values = [value for value, _ in replacement.sources.values()]
+    # All others make strong types, of results and so of cotangents.
+    keeps_weak = match.operation in ("relu", "add_relu")
 
     def function(*arrays):
+        if not keeps_weak:
+            arrays = [convert(a, v.aval.dtype) for a, v in zip(arrays, values, strict=True)]
         placed = [
             (_without_broadcast(a, v.view), layout_of(v))
             for a, v in zip(arrays, values, strict=True)
@@ -201,7 +212,7 @@ def _call(match: Match, arrays: dict, dtype) -> dict:
         return {"output": match.function(x, **arrays, **axis, **match.options, dtype=dtype)}
     for name in ("x", "y", "residual", *(("bias",) if "softmax" in match.operation else ())):
         if name in arrays:
-            arrays[name] = arrays[name].astype(dtype)
+            arrays[name] = convert(arrays[name], dtype, jax.typeof(arrays[name]).weak_type)
     function = getattr(jaxnorm, match.operation)
     results = function(arrays.pop("x"), **arrays, **axis, **match.options)
     if match.operation == "batch_norm":
@@ -220,15 +231,18 @@ def _without_broadcast(array, view: View):
 
 
 def _to_view(array, dims, value: Value):
-    """An array in the dimensions of x, as the variable holds it; `dims` are those of x that the node's are."""
+    """An array in the dimensions of x, as the variable holds it.
+
+    `dims` are those of x that the node's are, None for one along which the array is spread.
+    """
     view = value.view
-    taken = [dims[d] for d in view.dims if d is not None]
+    present = [i for i, d in enumerate(view.dims) if d is not None and dims[d] is not None]
+    taken = [dims[view.dims[i]] for i in present]
     array = jnp.squeeze(array, [i for i in range(array.ndim) if i not in taken])
     array = jnp.transpose(array, [sorted(taken).index(d) for d in taken])
-    present = [i for i, d in enumerate(view.dims) if d is not None]
     if array.shape != view.shape:
         array = jax.lax.broadcast_in_dim(array, view.shape, present)
-    return array.astype(value.aval.dtype)
+    return convert(array, value.aval.dtype, value.aval.weak_type)
 
 
 def rewrite(closed):

@@ -255,14 +255,14 @@ def _operations(scale: Term, bias: list[Term], x: Ref, mean: Mean, center: bool)
     rows = tuple(d for d in identity(mean.of) if d not in mean.axes)
     if not center:
         if not dims <= set(mean.axes):
-            raise Mismatch("scale has dimensions that are not normalised", 0)
+            raise Mismatch("scale has dimensions that are not normalised")
         if bias:
-            raise Mismatch("rms_norm takes no bias", 0)
+            raise Mismatch("rms_norm takes no bias")
         return [("rms_norm", mean.axes)]
     fitting = [("layer_norm", mean.axes), ("batch_norm", rows)]
     found = [(name, axes) for name, axes in fitting if dims <= set(axes) and axes]
     if not found:
-        raise Mismatch("scale or bias has normalised dimensions and others", 0)
+        raise Mismatch("scale or bias has normalised dimensions and others")
     return found
 
 
@@ -271,11 +271,11 @@ def _parameters(x: Ref, scale: Term, bias: list[Term], axes) -> dict[str, Operan
     if scale.powers:
         operands["scale"] = _operand(x, [scale], axes)
     elif scale.coefficient != 1:
-        raise Mismatch("the result is multiplied by a number", 0)
+        raise Mismatch("the result is multiplied by a number")
     if bias:
         operands["bias"] = _operand(x, bias, axes)
         if not all(term.powers for term in bias):
-            raise Mismatch("a number is added to the result", 0)
+            raise Mismatch("a number is added to the result")
     return operands
 
 

@@ -14,7 +14,7 @@ from jaxnorm._autofuse.algebra import Ref, whole
 from jaxnorm._autofuse.match import Left, Match, Operand
 from jaxnorm._autofuse.patterns import norm
 from jaxnorm._autofuse.program import Level, Program, Value
-from jaxnorm._autofuse.values import Node, is_float, unconverted
+from jaxnorm._autofuse.values import Node, identity, is_float, is_one, unconverted
 from jaxnorm._primitive import run_equation
 
 
@@ -29,12 +29,16 @@ def find(output: Value, call: Level) -> Iterator[Match | Left]:
         return
     (x,) = output.equation.inputs
     core = output.view.node
+    if x.view.node.constant is not None:
+        reason = "its operand is a number of the program: nothing is kept for its derivative"
+        yield Left("relu", core, reason, 1)
+        return
     if not _has_derivative_of_relu(call):
         yield Left("relu", core, "its derivative is not that of relu: 1 where x > 0, else 0", 1)
         return
-    # The result has the dimensions of the variable; those of x are the same ones.
-    layout = [d for d in x.view.dims if d is not None]
-    dims = tuple(layout.index(d) for d in range(len(layout)))
+    # The result has the dimensions of the variable that are not 1; those of x are among them.
+    layout = [d for d, n in zip(x.view.dims, x.view.shape, strict=True) if not is_one(n)]
+    dims = tuple(map(layout.index, identity(x.view.node)))
     yield from _before(output, Ref(x.view.node, dims), core)
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from bench.cases import DIRECTIONS, DTYPES, OPS, Case, select
+from bench.cases import DEFAULT_DIRECTIONS, DIRECTIONS, DTYPES, OPS, Case, select
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def _parse(argv) -> argparse.Namespace:
         "--cases",
         choices=("ci", "full", "widths"),
         default="ci",
-        help="small shapes, the H200 table, or hidden sizes and vocabularies of transformers (default: ci)",
+        help="small shapes, the table for large GPUs, or hidden sizes and vocabularies of transformers (default: ci)",
     )
     parser.add_argument(
         "--filter", default="", metavar="TEXT", help="only cases whose name has TEXT"
@@ -89,7 +89,8 @@ def _parse(argv) -> argparse.Namespace:
         "--directions",
         default="",
         metavar="D,...",
-        help=f"some of {', '.join(DIRECTIONS)} (default: all but together)",
+        help=f"some of {', '.join(DIRECTIONS)} (default: {','.join(DEFAULT_DIRECTIONS)}; of programs "
+        "all that they have)",
     )
     parser.add_argument(
         "--peers",
@@ -135,12 +136,9 @@ def _cases(options) -> list[Case]:
 
 
 def _directions(case: Case, options) -> list[str]:
-    possible = case.directions
     if not options.directions:
-        return list(possible)
-    if case.op != "program":
-        possible = (*possible, "together")
-    return [d for d in options.directions if d in possible]
+        return list(case.default_directions)
+    return [d for d in options.directions if d in case.directions]
 
 
 def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
@@ -235,14 +233,14 @@ def _record(case, direction, name, timed, base, *, error, copy, cold, sizes) -> 
     # A program's bytes are those of the operation in it, so its matrix products are left out where
     # they can be told apart, and there is no rate where they cannot. Elsewhere there are none,
     # whatever a library calls its kernels.
-    products = timed.matmul_seconds if case.program else 0.0
+    products = timed.matmul_seconds if case.has_products else 0.0
     record |= {
         "kernels": timed.kernels,
         "matmul_seconds": products,
         "gap_seconds": timed.gap_seconds,
     }
     own = timed.median - products
-    if own > 0 and (case.program in ("", "scores") or products > 0):
+    if own > 0 and (products > 0 or not case.has_products):
         record["bytes_per_second"] = case.min_bytes(direction) / own
         record["copy_fraction"] = record["bytes_per_second"] / copy
     return record

@@ -17,11 +17,16 @@ OPS = ("softmax", "log_softmax", "relu", "add_relu", *NORMS, *BATCH_NORMS, CROSS
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TAGS = ("ci", "full", "widths", "gpu")
 
-# What can be timed. "forward" keeps nothing; "forward_train" also writes what backward needs beyond
-# the result; "backward" starts from that; "together" is forward and backward in one jit, and
-# returns y and dx. "grad", of programs and of the cross-entropy, is the gradients of all arguments in
-# one jit, without y.
-DIRECTIONS = ("forward", "forward_train", "backward", "together", "grad")
+# What can be timed. "forward" keeps nothing; "together" is forward and backward in one jit, as in a
+# training step: the result and the gradients of all arguments. These two are what is timed by default.
+# Forward and backward as two programs, which have to pass residuals through memory: "forward_train"
+# also writes what backward needs beyond the result, "backward" starts from that. "grad", of programs
+# and of the cross-entropy, is the gradients in one jit without the result.
+DIRECTIONS = ("forward", "together", "forward_train", "backward", "grad")
+DEFAULT_DIRECTIONS = ("forward", "together")
+
+# Programs that are the operation and elementwise neighbours, which XLA would fuse with its own.
+BORDERS = {"gated": "rms_norm", "gelu": "layer_norm"}
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -32,7 +37,8 @@ class Case:
 
     For a program, `shape` holds its sizes: (batch, heads, length, width) for attention, (tokens,
     width, hidden) for mlp and norm, (batch, height, width, channels) for conv: 1x1 convolution,
-    batch_norm with a ReLU, 1x1 convolution. Norms have float32 parameters (float64 for float64). `axis` is
+    batch_norm with a ReLU, 1x1 convolution; (tokens, width) for gated, which is rms_norm(x * silu(z)),
+    and gelu, gelu(layer_norm(x)). Norms have float32 parameters (float64 for float64). `axis` is
     the axis that softmax and the cross-entropy reduce, or the feature axis of batch_norm, whose `tail`
     is what follows in the same call: "", "relu" or "add_relu".
     """
@@ -81,13 +87,13 @@ class Case:
     def parameters(self) -> int:
         """Arrays of one row, or of one number per feature, that the operation takes, as a norm does."""
         parameters = {"layer_norm": 2, "rms_norm": 1} | dict.fromkeys(BATCH_NORMS, 2)
-        inside = {"norm": "layer_norm", "conv": "batch_norm"}
+        inside = {"norm": "layer_norm", "conv": "batch_norm"} | BORDERS
         return parameters.get(inside.get(self.program, self.op), 0)
 
     @property
     def arrays(self) -> int:
         """Arguments of the full shape."""
-        return 2 if self.op == "add_relu" or self.tail == "add_relu" else 1
+        return 2 if "add_relu" in (self.op, self.tail) or self.program == "gated" else 1
 
     @property
     def parameter_dtype(self) -> str:
@@ -111,16 +117,28 @@ class Case:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Directions that mean something for this case, without "together"."""
+        """Directions that mean something for this case."""
         if self.program:
-            return ("grad",)
+            return ("forward", "grad") if self.program in BORDERS else ("grad",)
         if self.op in ("relu", "add_relu", *NORMS, "batch_norm"):
-            return ("forward", "forward_train", "backward")
+            return ("forward", "together", "forward_train", "backward")
         if self.op == "batch_norm_inference":
-            return ("forward",)
+            return ("forward", "together")
         if self.op == CROSS_ENTROPY:
-            return ("forward", "backward", "grad")
-        return ("forward", "backward")
+            return ("forward", "together", "backward", "grad")
+        return ("forward", "together", "backward")
+
+    @property
+    def default_directions(self) -> tuple[str, ...]:
+        """What is timed where no direction is named: all of a program, forward and together of the others."""
+        if self.program:
+            return self.directions
+        return tuple(d for d in self.directions if d in DEFAULT_DIRECTIONS)
+
+    @property
+    def has_products(self) -> bool:
+        """Whether it is a program with matrix products or convolutions."""
+        return self.program not in ("", "scores", *BORDERS)
 
     def min_bytes(self, direction: str) -> int:
         """Fewest bytes that must cross memory: each input read once, each output written once.
@@ -129,18 +147,30 @@ class Case:
         bit per element, so that training forward also writes ceil(columns / 8) bytes per row and
         backward reads them and dy, and writes dx. add_relu reads one array more in forward. `where`
         (one byte an element) and `bias` are read by forward once at their own size; backward does
-        not need them, as y is 0 where `where` is false. Together: x and dy are read, y and dx
-        written. A norm reads its parameters; training forward writes the statistics of each row,
-        backward reads them, x, dy and scale, and writes dx and the parameters' gradients. batch_norm
-        reads x twice forward, and x, dy and the bits of a ReLU twice backward: what a feature needs
-        is known only when all of it was seen. The cross-entropy reads logits and labels forward and writes
-        a loss for each label; backward, grad and together read those and dy, and write dx. A program
-        counts the operation inside it alone, forward and backward, not its matrix products.
+        not need them, as y is 0 where `where` is false. A norm reads its parameters; training forward
+        writes the statistics of each row, backward reads them, x, dy and scale, and writes dx and the
+        parameters' gradients. batch_norm reads x twice forward, and x, dy and the bits of a ReLU twice
+        backward: what a feature needs is known only when all of it was seen. The cross-entropy reads
+        logits and labels forward and writes a loss for each label; backward and grad read those and
+        dy, and write dx.
+
+        Together: what one program that is given all arguments and dy cannot do without. x and dy are
+        read, y and dx written, each once, and nothing is kept, neither bits nor statistics; so two
+        kernels, of which the second reads x or y again, reach 4/5 of the rate at most. add_relu: both
+        gradients are one array. batch_norm: statistics need x; its sums for backward, unless there is a
+        ReLU that asks for the statistics first, come with them; so x is read twice, or three times
+        with a ReLU, and dy twice, or with a residual once, as the gradient of that has all that the
+        last pass needs.
+
+        A program counts the operation inside it alone, forward and backward, not its matrix products;
+        one of `BORDERS` counts its arguments and results.
         """
         if self.op == CROSS_ENTROPY:
             return self._cross_entropy_bytes(direction)
         if self.op in BATCH_NORMS or self.program == "conv":
             return self._batch_norm_bytes(direction)
+        if self.program in BORDERS:
+            return self._border_bytes(direction)
         if self.parameters:
             return self._norm_bytes(direction)
         n = self.nbytes
@@ -175,7 +205,11 @@ class Case:
         bits = self.size // max(last, 1) * -(-last // 8) if self.tail else 0
         residual = n * (self.arrays - 1)
         if self.op == "batch_norm_inference":
-            return 2 * n + residual + 4 * feature
+            if direction == "forward":
+                return 2 * n + residual + 4 * feature
+            if direction == "together":  # sums for parameters alone: no array is read twice
+                return 4 * n + 2 * residual + 6 * feature
+            raise ValueError(f"direction must be forward or together, got {direction!r}")
         forward = 3 * n + residual + 4 * feature
         backward = 5 * n + 2 * bits + residual + 5 * feature
         match direction:
@@ -185,9 +219,20 @@ class Case:
                 return forward + bits
             case "backward":
                 return backward
-            case "together" | "grad":
+            case "together":
+                return (7 if self.tail else 6) * n + 2 * residual + 4 * feature
+            case "grad":
                 return forward + bits + backward
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+
+    def _border_bytes(self, direction: str) -> int:
+        parameters = self.parameters * self.columns * ITEMSIZE[self.parameter_dtype]
+        match direction:
+            case "forward":
+                return (self.arrays + 1) * self.nbytes + parameters
+            case "grad":
+                return (2 * self.arrays + 1) * self.nbytes + 2 * parameters
+        raise ValueError(f"direction must be forward or grad, got {direction!r}")
 
     def _cross_entropy_bytes(self, direction: str) -> int:
         n, rows = self.nbytes, self.size // max(self.columns, 1)
@@ -410,6 +455,7 @@ def _program_cases() -> list[Case]:
         Case("program", (512, 128, 512), program="mlp", tags=_CI),
         Case("program", (512, 128, 512), program="norm", tags=_CI),
         Case("program", (4, 14, 14, 32), program="conv", tail="relu", tags=_CI),
+        *(Case("program", (1024, 1024), program=name, tags=_CI) for name in BORDERS),
         scores(16, 16, 1024, **bf16),
         attention(16, 16, 1024, 64, **bf16),
         attention(4, 16, 2048, 128, **bf16),
@@ -421,6 +467,7 @@ def _program_cases() -> list[Case]:
             Case("program", (256, n, n, c), program="conv", tail="relu", **bf16)
             for n, c in ((56, 256), (28, 512), (14, 1024))
         ),
+        *(Case("program", (32768, 4096), program=name, **bf16) for name in BORDERS),
     ]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from bench.cases import BATCH_NORMS, CROSS_ENTROPY, NORMS, Case
+from bench.cases import BATCH_NORMS, BORDERS, CROSS_ENTROPY, NORMS, Case
 from bench.timing import Data, residual_bytes
 from jaxnorm import _timing
 
@@ -161,6 +161,12 @@ def jax_function(name: str, case: Case) -> Callable:
             return _convolve(y, w2)
 
         return program
+    if case.program == "gated":
+        norm = jax_operation(name, BORDERS["gated"])
+        return lambda x, z, scale: norm(x * jax.nn.silu(z), scale)
+    if case.program == "gelu":
+        norm = jax_operation(name, BORDERS["gelu"])
+        return lambda x, scale, bias: jax.nn.gelu(norm(x, scale, bias))
     op = jax_operation(name, "softmax" if case.program else case.op)
     if case.op in ("relu", "add_relu", *NORMS):
         return op
@@ -215,6 +221,8 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
         run = lambda i: backward(residuals[i], data.cotangents[i])  # noqa: E731
         return Prepared(_timing.Workload(run, sets), residual_bytes(residuals[0]))
 
+    # What a training step has of an operation: the result, which the next one reads, and the gradients
+    # of all arguments; of every implementation the same arrays.
     with_result = direction == "together" or case.program == "scores"
 
     @jax.jit
@@ -232,7 +240,7 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
 
 
 def _cotangents(case) -> int:
-    """How many cotangents backward returns: those of add_relu are one array."""
+    """How many cotangents backward returns: those of add_relu are one array, which is returned once."""
     return (case.arrays if case.tail else 1) + case.parameters
 
 
@@ -261,7 +269,7 @@ def _torch_function(case: Case) -> Callable:
     def norm(x, scale, bias=None):
         # PyTorch's own mixed form: parameters in x's dtype.
         scale = scale.to(x.dtype)
-        if case.op == "rms_norm":
+        if bias is None:
             return torch.nn.functional.rms_norm(x, scale.shape, scale, 1e-6)
         return torch.nn.functional.layer_norm(x, scale.shape, scale, bias.to(x.dtype), 1e-6)
 
@@ -292,6 +300,10 @@ def _torch_function(case: Case) -> Callable:
         return lambda x, w1, w2: torch.relu(x @ w1) @ w2
     if case.program == "norm":
         return lambda x, w1, w2, scale, bias: norm(x @ w1, scale, bias) @ w2
+    if case.program == "gated":
+        return lambda x, z, scale: norm(x * torch.nn.functional.silu(z), scale)
+    if case.program == "gelu":
+        return lambda *args: torch.nn.functional.gelu(norm(*args), approximate="tanh")
     if case.op in NORMS:
         return norm
     match case.op:

@@ -1,4 +1,8 @@
-"""Draws achieved rates against row length: `python -m bench.roofline FILE.json -o FILE.png`."""
+"""Draws achieved rates against row length: `python -m bench.roofline FILE.json -o FILE.png`.
+
+A panel shows forward alone, or forward and backward in one program. Those of two programs are drawn where they are
+asked for, or where a file has nothing else.
+"""
 
 import argparse
 import math
@@ -6,13 +10,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from bench.cases import BATCH_NORMS
+from bench.cases import BATCH_NORMS, DIRECTIONS
 from bench.timing import read_json
 from jaxnorm import _report
 
 _TITLES = {
     "forward_train": "forward for training",
-    "together": "forward + backward",
+    "together": "both in one program",
     "grad": "gradient",
 }
 _OTHER = "another dtype or axis, or with a mask or bias"
@@ -182,8 +186,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", default="roofline.png", metavar="FILE")
     parser.add_argument("--x", choices=("columns", "bytes"), default="columns")
     parser.add_argument("--op", help="this operation only")
+    parser.add_argument(
+        "--directions",
+        metavar="D,...",
+        help="these only (default: all but forward_train and backward where there is together)",
+    )
     options = parser.parse_args(argv)
+    wanted = options.directions.split(",") if options.directions else []
+    for direction in wanted:
+        if direction not in DIRECTIONS:
+            parser.error(f"--directions must name some of {', '.join(DIRECTIONS)}, got {direction}")
     run = read_json(options.file)
+    found = {r["direction"] for r in run["records"]}
+    split = {"forward_train", "backward"} if "together" in found else set()
+    wanted = wanted or found - split
+    run["records"] = [r for r in run["records"] if r["direction"] in wanted]
     if options.op:
         run["records"] = [r for r in run["records"] if r["op"] == options.op]
     plot(run, options.output, options.x)

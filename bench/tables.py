@@ -1,6 +1,7 @@
-"""Writes the tables of README and docs from the result files: `python -m bench.tables README.md docs/h100.md`.
+"""Writes tables of README and docs from the result files: `python -m bench.tables README.md docs/split-figures.md`.
 
-A table follows a line `<!-- table: NAME -->` in the page, where NAME is one of `TABLES`.
+A table follows a line `<!-- table: NAME -->` in the page, where NAME is one of `TABLES`, a paragraph a line
+`<!-- text: NAME -->` with one of `TEXTS`.
 """
 
 # ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
@@ -9,31 +10,66 @@ import argparse
 import functools
 import pathlib
 import re
+import statistics
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 
-from bench.cases import CROSS_ENTROPY, NORMS
+from bench.cases import BORDERS, CROSS_ENTROPY, DEFAULT_DIRECTIONS, NORMS
 from bench.compare import Key, index
 from bench.timing import read_json
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+
+# README's tables are of the files of this card. Those of training steps are of another one.
+DEVICE = "h100"
+TRAIN_DEVICE = "h200"
+
+# Operations of README's tables, each with a file of its own.
+REPORTED = (
+    "softmax",
+    "log_softmax",
+    *NORMS,
+    CROSS_ENTROPY,
+    "batch_norm",
+    "batch_norm_inference",
+    "relu",
+    "add_relu",
+)
+PEERS = {"xla": "XLA", "torch": "PyTorch", "torch.compile": "torch.compile"}
+_DIRECTIONS = {
+    "forward": "forward",
+    "together": "both in one program",
+    "forward_train": "forward",
+    "backward": "backward",
+    "grad": "gradient",
+}
 
 Records = dict[Key, dict]
 Rows = list[list[str]]
 
 
 def fill(page: str) -> str:
-    """The page with each of its tables as the result files have it."""
+    """The page with each of its tables and sentences as the result files have it."""
 
     def table(found: re.Match) -> str:
-        name = found[1]
-        if name not in TABLES:
-            raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name!r}")
-        head, *rows = TABLES[name]()
+        head, *rows = _named(TABLES, "table", found[1])()
         lines = [_line(head), "|" + "---|" * len(head), *map(_line, rows)]
-        return "\n".join([f"<!-- table: {name} -->", *lines, ""])
+        return "\n".join([f"<!-- table: {found[1]} -->", *lines, ""])
 
-    return re.sub(r"^<!-- table: (\S+) -->\n(?:\|.*\n)*", table, page, flags=re.MULTILINE)
+    def text(found: re.Match) -> str:
+        return (
+            f"<!-- text: {found[1]} -->\n{textwrap.fill(_named(TEXTS, 'text', found[1])(), 120)}\n"
+        )
+
+    page = re.sub(r"^<!-- table: (\S+) -->\n(?:\|.*\n)*", table, page, flags=re.MULTILINE)
+    return re.sub(r"^<!-- text: (\S+) -->\n(?:.+\n)*", text, page, flags=re.MULTILINE)
+
+
+def _named(functions: dict[str, Callable], kind: str, name: str) -> Callable:
+    if name not in functions:
+        raise ValueError(f"{kind} must be one of {', '.join(functions)}, got {name!r}")
+    return functions[name]
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -43,75 +79,151 @@ def _line(cells: Iterable[str]) -> str:
 # ---- the tables: a row of headings, then one for each case, in the order of the file ----
 
 
-def _softmax() -> Rows:
-    records = _read("softmax", "log_softmax")
-    heads = "bfloat16 rows × columns | softmax forward | backward | log_softmax forward | backward"
-    rows = [heads.split(" | ")]
-    for r in _cases(records, "softmax"):
-        label = _label(r) if len(r["shape"]) == 2 else r["case"].replace(" bfloat16", "")
-        cells = [
-            # Nothing where an operation lacks the case: log_softmax has none of attention.
-            _cell(records, op, r["case"], d) if (op, r["case"], d, "jaxnorm") in records else ""
-            for op in ("softmax", "log_softmax")
-            for d in ("forward", "backward")
-        ]
-        rows.append([label, *cells])
-    return rows
+def _softmax(device: str, directions: Sequence[str]) -> Rows:
+    def label(r):
+        return _label(r) if len(r["shape"]) == 2 else r["case"].replace(" bfloat16", "")
+
+    ops, head = ("softmax", "log_softmax"), "bfloat16 rows × columns"
+    return _by_case(head, ops, device, directions, label, _shown(directions))
 
 
-def _norm(device: str = "h200") -> Rows:
-    records = _read(*NORMS, device=device)
-    heads = "bfloat16 rows × columns, float32 parameters | layer_norm forward | backward"
-    heads += " | rms_norm forward | backward"
-    rows = [heads.split(" | ")]
-    for r in _cases(records, "layer_norm"):
-        cells = [
-            _cell(records, op, r["case"], d) for op in NORMS for d in ("forward_train", "backward")
-        ]
-        rows.append([_label(r), *cells])
-    return rows
+def _norm(device: str, directions: Sequence[str]) -> Rows:
+    head = "bfloat16 rows × columns, float32 parameters"
+    return _by_case(head, NORMS, device, directions, _label, _shown(directions))
 
 
-def _cross_entropy() -> Rows:
-    records = _read(CROSS_ENTROPY)
-    heads = "bfloat16 rows × classes | forward: time, of copy, XLA, PyTorch | backward | gradient"
-    rows = [heads.split(" | ")]
-    for r in _cases(records, CROSS_ENTROPY):
-        cells = [
-            _cell(records, CROSS_ENTROPY, r["case"], d, ("xla", "torch"))
-            for d in ("forward", "backward", "grad")
-        ]
-        rows.append([_label(r), *cells])
-    return rows
+def _shown(directions: Sequence[str]) -> Callable[[dict], bool]:
+    """Not all of the many rows of 49152, where the summary above has them."""
+    between = (64, 256, 512, 2048, 4095, 8192) if "together" in directions else ()
+    return lambda r: r["shape"][0] != 49152 or r["shape"][-1] not in between
 
 
-def _batch_norm(device: str = "h200") -> Rows:
+def _cross_entropy(device: str, directions: Sequence[str]) -> Rows:
+    return _by_case("bfloat16 rows × classes", (CROSS_ENTROPY,), device, directions, _label)
+
+
+def _batch_norm(device: str, directions: Sequence[str]) -> Rows:
+    head, *rows = _by_case("float16", ("batch_norm",), device, directions, _features)
+    if "together" in directions:
+        return [head, *rows]
+    # Of two programs, what both take.
     records = _read("batch_norm", device=device)
-    peers, directions = ("xla", "torch"), ("forward_train", "backward")
-    heads = "float16 | forward: time, of copy, XLA, PyTorch | backward | both: XLA, PyTorch"
-    rows = [heads.split(" | ")]
-    tails = {"": "", "relu": ", relu", "add_relu": ", add, relu"}
-    for r in _cases(records, "batch_norm"):
-        layout = "NCHW" if r["axis"] == 1 else "NHWC"
-        cells = [_cell(records, "batch_norm", r["case"], d, peers) for d in directions]
+    peers = _peers(records, "batch_norm")
+    head.append("sum: " + ", ".join(PEERS[p] for p in peers))
+    for row, r in zip(rows, _cases(records, "batch_norm"), strict=True):
         ours, *theirs = (
             sum(records["batch_norm", r["case"], d, name]["seconds"] for d in directions)
             for name in ("jaxnorm", *peers)
         )
-        both = ", ".join(_ratio(t / ours) for t in theirs)
-        rows.append([f"{_shape(r)} {layout}{tails[r['tail']]}", *cells, both])
+        row.append(", ".join(_ratio(t / ours) for t in theirs))
+    return [head, *rows]
+
+
+def _batch_norm_inference(device: str, directions: Sequence[str]) -> Rows:
+    def chosen(r):  # one size, in both layouts and with every tail
+        return sorted(r["shape"]) == [56, 56, 256, 256]
+
+    ops = ("batch_norm_inference",)
+    return _by_case("float16", ops, device, directions, _features, chosen)
+
+
+def _relu(device: str, directions: Sequence[str]) -> Rows:
+    def label(r):
+        return f"{r['op']} {_label(r)}"
+
+    def chosen(r):  # rows that are whole bytes of the mask, and rows that are not
+        return r["case"] in ("32768x4096 bfloat16", "131072x1023 bfloat16")
+
+    tables = [
+        _by_case("bfloat16, 256 MB", (op,), device, directions, label, chosen)
+        for op in ("relu", "add_relu")
+    ]
+    (head, *rows), (other_head, *other_rows) = tables
+    if head != other_head:
+        raise ValueError(f"files of relu and add_relu must have the same peers, got {other_head}")
+    return [head, *rows, *other_rows]
+
+
+def _by_case(
+    first: str,
+    ops: Sequence[str],
+    device: str,
+    directions: Sequence[str],
+    label: Callable[[dict], str],
+    chosen: Callable[[dict], bool] = lambda r: True,
+) -> Rows:
+    """A row for each case of the first operation, a cell for each operation and direction."""
+    records = _read(*ops, device=device)
+    peers = {op: _peers(records, op) for op in ops}
+    head = [first]
+    for op in ops:
+        titles = [_DIRECTIONS[d] for d in directions]
+        if op != ops[0] or len(ops) > 1:
+            titles[0] = f"{op} {titles[0]}"
+        titles[0] += f": time, of copy, {', '.join(PEERS[p] for p in peers[op])}"
+        head += titles
+    rows = [head]
+    for r in filter(chosen, _cases(records, ops[0])):
+        cells = [
+            # Nothing where an operation lacks the case: log_softmax has none of attention.
+            _cell(records, op, r["case"], d, peers[op])
+            if op == ops[0] or (op, r["case"], d, "jaxnorm") in records
+            else ""
+            for op in ops
+            for d in directions
+        ]
+        rows.append([label(r), *cells])
     return rows
 
 
-def _relu() -> Rows:
-    records = _read("relu", "add_relu")
-    rows = ["bfloat16, 256 MB | forward, with mask | backward".split(" | ")]
-    for op in ("relu", "add_relu"):
-        # Rows that are whole bytes of the mask, and rows that are not.
-        for r in _cases(records, op):
-            if r["case"] in ("32768x4096 bfloat16", "131072x1023 bfloat16"):
-                cells = [_cell(records, op, r["case"], d) for d in ("forward_train", "backward")]
-                rows.append([f"{op} {_label(r)}", *cells])
+def _summary() -> Rows:
+    """Of each operation the range of its cases, and the mean of what it is compared with."""
+    rows = []
+    for op in REPORTED:
+        records = _read(op)
+        cells = [f"`{op}`, {len(_cases(records, op))} cases"]
+        for direction in DEFAULT_DIRECTIONS:
+            for peer in ("xla", "torch"):
+                ratios = [
+                    r["ratio"]
+                    for (_, _, d, name), r in records.items()
+                    if (d, name) == (direction, peer) and not r["error"]
+                ]
+                mean = f"{statistics.geometric_mean(ratios):.2f}×" if ratios else ""
+                between = f" ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+                cells.append(mean + between)
+        rows.append(cells)
+    heads = "bfloat16 (batch_norm: float16) | forward alone: XLA | PyTorch"
+    heads += " | forward and backward in one program: XLA | PyTorch"
+    return [heads.split(" | "), *rows]
+
+
+def _losses() -> Rows:
+    """Where XLA or PyTorch is faster by more than the spread, in the files of README's tables."""
+    rows = ["slower than | where | the other's time / ours".split(" | ")]
+    for op in REPORTED:
+        records = _read(op)
+        for peer, direction in ((p, d) for p in _peers(records, op) for d in DEFAULT_DIRECTIONS):
+            of = {
+                case: r
+                for (_, case, d, name), r in records.items()
+                if (d, name) == (direction, peer) and not r["error"]
+            }
+            lost = {case: r for case, r in of.items() if r["ratio"] * (1 + r["ratio_spread"]) < 1}
+            if not lost:
+                continue
+            which = f"{len(lost)} of {len(of)} cases"
+            if len(lost) <= 3 and len(lost) < len(of):
+                which = "; ".join(case.replace(" bfloat16", "") for case in lost)
+            ratios = sorted(round(r["ratio"], 2) for r in lost.values())
+            low, high = f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"
+            rows.append(
+                [
+                    PEERS[peer],
+                    f"{op}, {_DIRECTIONS[direction]}: {which}",
+                    f"{low}×" if low == high else f"{low} to {high}×",
+                ]
+            )
     return rows
 
 
@@ -121,21 +233,30 @@ def _program() -> Rows:
     heads += " | temporary memory, XLA → jaxnorm"
     rows = [heads.split(" | ")]
     conv = "1×1 convolution, batch_norm and relu, 1×1 convolution"
-    for ours in _cases(records, "program"):
-        label = ours["case"].replace(" bfloat16", "")
+    borders = {"gated": "rms_norm(x * silu(z))", "gelu": "gelu(layer_norm(x))"}
+    for (_, case, direction, implementation), ours in records.items():
+        if implementation != "jaxnorm":
+            continue
+        label = case.replace(" bfloat16", "")
         if ours["program"] == "conv":
             label = f"{conv} {'x'.join(map(str, ours['shape']))}"
             conv = "the same"
-        xla = records["program", ours["case"], "grad", "xla"]
-        memory = [_megabytes(r["temporary_bytes"]) for r in (xla, ours)]
-        time = f"{_time(ours['seconds'])}, {_ratio(xla['ratio'])}"
-        rows.append([label, time, f"{' → '.join(memory)} MB"])
+        if ours["program"] in BORDERS:
+            label = f"`{borders[ours['program']]}` {_shape(ours)}"
+            label += ", forward alone, no grad" if direction == "forward" else ""
+        xla = records["program", case, direction, "xla"]
+        sizes = [r["temporary_bytes"] for r in (xla, ours)]
+        memory = "" if None in sizes else f"{' → '.join(map(_megabytes, sizes))} MB"
+        rows.append([label, f"{_time(ours['seconds'])}, {_ratio(xla['ratio'])}", memory])
     return rows
 
 
 def _train() -> Rows:
-    records = _read("train")
-    heads = "whole training step, one jit, bfloat16, Flax → jaxnorm | step | temporary memory"
+    records = _read("train", device=TRAIN_DEVICE)
+    name = _header("train", device=TRAIN_DEVICE)["device"]
+    heads = (
+        f"whole training step, one jit, bfloat16, {name}, Flax → jaxnorm | step | temporary memory"
+    )
     heads += " | saved from forward to backward"
     rows = [heads.split(" | ")]
     labels = {
@@ -159,27 +280,85 @@ def _train() -> Rows:
     return rows
 
 
-TABLES = {
-    "softmax": _softmax,
-    "norm": _norm,
-    "cross_entropy": _cross_entropy,
-    "batch_norm": _batch_norm,
-    "relu": _relu,
+_TWO_PROGRAMS = ("forward_train", "backward")
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "summary": _summary,
+    **{
+        name: functools.partial(function, DEVICE, DEFAULT_DIRECTIONS)
+        for name, function in (
+            ("softmax", _softmax),
+            ("norm", _norm),
+            ("cross_entropy", _cross_entropy),
+            ("batch_norm", _batch_norm),
+            ("batch_norm_inference", _batch_norm_inference),
+            ("relu", _relu),
+        )
+    },
     "program": _program,
     "train": _train,
-    "h100/norm": functools.partial(_norm, "h100"),
-    "h100/batch_norm": functools.partial(_batch_norm, "h100"),
+    "losses": _losses,
+    "h100/norm": functools.partial(_norm, "h100", _TWO_PROGRAMS),
+    "h100/batch_norm": functools.partial(_batch_norm, "h100", _TWO_PROGRAMS),
+    "h200/softmax": functools.partial(_softmax, "h200", ("forward", "backward")),
+    "h200/norm": functools.partial(_norm, "h200", _TWO_PROGRAMS),
+    "h200/cross_entropy": functools.partial(
+        _cross_entropy, "h200", ("forward", "backward", "grad")
+    ),
+    "h200/batch_norm": functools.partial(_batch_norm, "h200", _TWO_PROGRAMS),
+    "h200/relu": functools.partial(_relu, "h200", _TWO_PROGRAMS),
+}
+
+
+# ---- sentences ----
+
+
+def _card(device: str, names: Sequence[str]) -> str:
+    """With what and on what the files of these operations were measured."""
+    heads = [_header(name, device=device) for name in names]
+    found = {}
+    for key in ("jax", "torch"):
+        # "2.11.0+cu130" is PyTorch's 2.11.0.
+        versions = {h["versions"][key].partition("+")[0] for h in heads if key in h["versions"]}
+        found[key] = " and ".join(sorted(versions))
+    devices = sorted({h["device"] for h in heads})
+    if len(devices) > 1:
+        raise ValueError(f"files of {device} must be of one device, got {', '.join(devices)}")
+    rates = [h["copy"]["bytes_per_second"] / 1e12 for h in heads]
+    low, high = f"{min(rates):.2f}", f"{max(rates):.2f}"
+    copy = low if low == high else f"{low} to {high}"
+    peers = f", PyTorch {found['torch']}" if found["torch"] else ""
+    return (
+        f"One {devices[0]}, jax {found['jax']}{peers}. A device-to-device copy, timed in the same process, moves "
+        f"{copy} TB/s."
+    )
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "card": functools.partial(_card, DEVICE, (*REPORTED, "program")),
+    "h100/card": functools.partial(_card, "h100", (*NORMS, "batch_norm")),
+    "h200/card": functools.partial(
+        _card, "h200", [name for name in REPORTED if name != "batch_norm_inference"]
+    ),
 }
 
 
 # ---- what they share ----
 
 
-def _read(*names: str, device: str = "h200") -> Records:
+def _run(name: str, device: str | None = None) -> dict:
+    return read_json(RESULTS / f"{device or DEVICE}-{name}.json")
+
+
+def _header(name: str, device: str | None = None) -> dict:
+    return _run(name, device)["header"]
+
+
+def _read(*names: str, device: str | None = None) -> Records:
     """Records of all these files of a device."""
     records: Records = {}
     for name in names:
-        records |= index(read_json(RESULTS / f"{device}-{name}.json"))
+        records |= index(_run(name, device))
     return records
 
 
@@ -192,9 +371,13 @@ def _cases(records: Records, op: str) -> list[dict]:
     return list(cases.values())
 
 
-def _cell(
-    records: Records, op: str, case: str, direction: str, peers: Sequence[str] = ("xla",)
-) -> str:
+def _peers(records: Records, op: str) -> list[str]:
+    """Which of `PEERS` an operation was compared with."""
+    found = {implementation for of, _, _, implementation in records if of == op}
+    return [peer for peer in PEERS if peer in found]
+
+
+def _cell(records: Records, op: str, case: str, direction: str, peers: Sequence[str]) -> str:
     """Time, fraction of a copy's rate, and the time of each peer divided by ours; – where the peer failed."""
     ours = records[op, case, direction, "jaxnorm"]
     theirs = [records[op, case, direction, peer] for peer in peers]
@@ -210,6 +393,12 @@ def _label(record: dict) -> str:
     """The case's name without bfloat16, which the headings say."""
     _, *rest = record["case"].replace(" bfloat16", "").split()
     return " ".join([_shape(record), *rest])
+
+
+def _features(record: dict) -> str:
+    """Shape, layout and what follows in the same call, of batch_norm."""
+    tail = {"": "", "relu": ", relu", "add_relu": ", add, relu"}[record["tail"]]
+    return f"{_shape(record)} {'NCHW' if record['axis'] == 1 else 'NHWC'}{tail}"
 
 
 def _time(seconds: float) -> str:
@@ -233,7 +422,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Write the tables of pages from bench/results/, in place.",
     )
     parser.add_argument(
-        "pages", metavar="PAGE", nargs="+", type=pathlib.Path, help="README.md docs/h100.md"
+        "pages",
+        metavar="PAGE",
+        nargs="+",
+        type=pathlib.Path,
+        help="README.md docs/split-figures.md",
     )
     for path in parser.parse_args(argv).pages:
         path.write_text(fill(path.read_text()))

@@ -1,5 +1,7 @@
 """bench/: cases, byte counts, clock, files. No test looks at how long something took."""
 
+# ruff: noqa: RUF001  (the pages have multiplication signs and dashes)
+
 import dataclasses
 import json
 import pathlib
@@ -35,7 +37,11 @@ def test_case_is_sane(case):
     assert case.op in cases.OPS
     assert case.dtype in cases.ITEMSIZE
     assert case.tags <= set(cases.TAGS)
-    assert set(case.directions) <= set(cases.DIRECTIONS)
+    assert set(case.default_directions) <= set(case.directions) <= set(cases.DIRECTIONS)
+    if case.op == "program":
+        assert case.default_directions == case.directions
+    else:
+        assert case.default_directions == ("forward", "together")
     for shape in (case.where_shape, case.bias_shape):
         if shape is not None:
             assert np.broadcast_shapes(shape, case.array_shape) == case.array_shape
@@ -48,7 +54,7 @@ def test_case_is_sane(case):
         assert case.nbytes <= 4e9
 
 
-def test_h200_table_is_covered():
+def test_table_of_gpus_is_covered():
     shapes = {c.shape for c in cases.select("softmax", "full")}
     rows = {(49152, c) for c in (32, 64, 128, 256, 512, 1023, 1024, 2048, 4095, 4096, 8192)}
     assert rows <= shapes
@@ -59,15 +65,26 @@ def test_h200_table_is_covered():
     }
 
 
-# relu and add_relu are not among them: their files are of --dtype bfloat16.
-@pytest.mark.parametrize(
-    "op",
-    ["softmax", "log_softmax", *cases.NORMS, *cases.BATCH_NORMS, cases.CROSS_ENTROPY, "program"],
-)
-def test_what_readme_reports_is_the_default(op):
-    """Cases of the result file, with their dtypes, are what `python -m bench OP --cases full` times."""
-    records = timing.read_json(tables.RESULTS / f"h200-{op}.json")["records"]
-    assert {r["case"] for r in records} <= {c.label for c in cases.select(op, "full")}
+@pytest.mark.parametrize("device", [tables.DEVICE, "h200"])
+@pytest.mark.parametrize("op", [*tables.REPORTED, "program"])
+def test_what_pages_report_is_the_default(op, device):
+    """Cases of a result file, with their dtypes, are what `python -m bench OP --cases full` times."""
+    dtype = (
+        "bfloat16" if op in ("relu", "add_relu") else None
+    )  # as --dtype, which their files are of
+    records = timing.read_json(tables.RESULTS / f"{device}-{op}.json")["records"]
+    assert {r["case"] for r in records} <= {c.label for c in cases.select(op, "full", dtype)}
+
+
+@pytest.mark.parametrize("op", [*tables.REPORTED, "program"])
+def test_result_files_have_both_directions(op):
+    """Of every case of README's operations, forward alone and both in one program, for the same peers."""
+    records = timing.read_json(tables.RESULTS / f"{tables.DEVICE}-{op}.json")["records"]
+    found = {(r["case"], r["direction"], r["implementation"]) for r in records}
+    names = ("jaxnorm", "xla") if op == "program" else ("jaxnorm", "xla", "torch")
+    dtype = "bfloat16" if op in ("relu", "add_relu") else None
+    for case in cases.select(op, "full", dtype):
+        assert {(case.label, d, n) for d in case.default_directions for n in names} <= found
 
 
 def test_select():
@@ -120,7 +137,17 @@ def test_no_such_case(capsys):
         # 10 rows of one byte of bits, and a residual.
         (Case("batch_norm", (2, 4, 5), axis=1, tail="add_relu"), "forward_train", 640 + 64 + 8),
         (Case("batch_norm", (2, 4, 5), axis=1, tail="add_relu"), "backward", 960 + 16 + 80),
+        # In one program with the cotangent: x and dy read twice, y and dx written; four features.
+        (Case("batch_norm", (5, 4), dtype="bfloat16"), "together", 240 + 64),
+        # A ReLU needs x once more; a residual is read, and its gradient written, read in place of dy.
+        (Case("batch_norm", (5, 4), tail="relu"), "together", 560 + 64),
+        (Case("batch_norm", (2, 4, 5), axis=1, tail="add_relu"), "together", 9 * 160 + 64),
         (Case("batch_norm_inference", (5, 4), tail="relu"), "forward", 160 + 64),
+        (Case("batch_norm_inference", (5, 4), tail="relu"), "together", 320 + 96),
+        (Case("batch_norm_inference", (5, 4), tail="add_relu"), "together", 480 + 96),
+        # No bits: x and dy are read, y and dx written; add_relu reads y too.
+        (Case("relu", (5, 9)), "together", 4 * 180),
+        (Case("add_relu", (5, 9)), "together", 5 * 180),
         # 30 logits, 6 labels, 6 losses or their cotangents; both in "together".
         (Case("softmax_cross_entropy", (6, 5), dtype="bfloat16"), "forward", 60 + 24 + 24),
         (Case("softmax_cross_entropy", (6, 5), dtype="bfloat16"), "backward", 120 + 24 + 24),
@@ -137,6 +164,11 @@ def test_no_such_case(capsys):
             "grad",
             288 + 3,
         ),
+        # x and z of 20 floats, scale of 5; their gradients.
+        (Case("program", (4, 5), program="gated"), "forward", 240 + 20),
+        (Case("program", (4, 5), program="gated"), "grad", 400 + 40),
+        (Case("program", (4, 5), program="gelu"), "forward", 160 + 40),
+        (Case("program", (4, 5), program="gelu"), "grad", 240 + 80),
         # Hidden 4 x 8 floats: two passes and a mask of 4 bytes, each way.
         (Case("program", (4, 2, 8), program="mlp"), "grad", 2 * (256 + 4)),
     ],
@@ -145,9 +177,21 @@ def test_min_bytes(case, direction, expected):
     assert case.min_bytes(direction) == expected
 
 
-def test_min_bytes_of_an_unknown_direction():
-    with pytest.raises(ValueError, match="direction must be one of forward"):
-        Case("relu", (2, 2)).min_bytes("sideways")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("relu", (2, 2)),
+        Case("layer_norm", (2, 2)),
+        Case("batch_norm", (2, 2)),
+        Case("batch_norm_inference", (2, 2)),
+        Case("softmax_cross_entropy", (2, 2)),
+        Case("program", (2, 2), program="gated"),
+    ],
+    ids=lambda c: c.op,
+)
+def test_min_bytes_of_an_unknown_direction(case):
+    with pytest.raises(ValueError, match="direction must be .*forward.*, got 'sideways'"):
+        case.min_bytes("sideways")
 
 
 # ---- the clock ----
@@ -307,6 +351,8 @@ SMALL = [
     Case("rms_norm", (4, 6), dtype="float16"),
     Case("program", (6, 4, 8), program="norm"),
     Case("program", (2, 3, 3, 8), program="conv", tail="relu"),
+    Case("program", (6, 8), program="gated"),
+    Case("program", (6, 8), program="gelu", dtype="bfloat16"),
     Case("batch_norm", (6, 5)),
     Case("batch_norm", (6, 5, 9), axis=1, tail="add_relu"),
     Case("batch_norm", (6, 7), dtype="bfloat16", tail="relu"),
@@ -319,9 +365,8 @@ SMALL = [
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.op} {c.label}")
 def test_implementations_compute_the_same(case):
-    directions = case.directions if case.program else (*case.directions, "together")
     tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[case.dtype]
-    for direction in directions:
+    for direction in case.directions:
         data = timing.make_data(case, direction, sets=2)
         assert data.sets == 2
         results = []
@@ -339,6 +384,28 @@ def test_implementations_compute_the_same(case):
                 assert a.shape == b.shape
                 a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
                 np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in SMALL if not c.program], ids=lambda c: f"{c.op} {c.label}"
+)
+def test_together_returns_what_a_training_step_gets(case):
+    """The result and the gradient of each argument, of every JAX implementation alike."""
+    data = timing.make_data(case, "together", sets=1)
+    for name in ("jaxnorm", "xla"):
+        result, *gradients = peers.prepare(name, case, "together", data).workload.run(0)
+        expected, vjp = jax.vjp(
+            lambda *args, name=name: peers.jax_function(name, case)(*args, *data.fixed),
+            *data.args[0],
+        )
+        wanted = vjp(data.cotangents[0])
+        if case.op == "add_relu":  # of both arguments one array
+            wanted = wanted[:1]
+        tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}[case.dtype]
+        for a, b in zip((result, *gradients), (expected, *wanted), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            a, b = oracle.f64(a), oracle.f64(b)
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("op", ["relu", "add_relu"])
@@ -408,6 +475,21 @@ def test_main_writes_json_and_plot(tmp_path, capsys):
     assert [r["ratio"] for r in ours] == [1.0, 1.0]
     # One bit an element.
     assert ours[1]["residual_bytes"] == 65536 * 3
+
+
+def test_main_times_one_program_by_default(tmp_path):
+    """Forward alone, and forward and backward in one jit; a program whatever it has."""
+    path = tmp_path / "out.json"
+    for arguments, wanted in (
+        (["relu", "--filter", "65536x17"], ["forward", "together"]),
+        (["program", "--filter", "gelu"], ["forward", "grad"]),
+    ):
+        arguments += ["--peers", "none", "--budget", "0.01", "--json", str(path)]
+        assert bench_main.main(arguments) == 0
+        records = timing.read_json(path)["records"]
+        assert [r["direction"] for r in records] == wanted
+        # No matrix product: there is a rate.
+        assert all(r["bytes_per_second"] > 0 for r in records)
 
 
 def test_main_records_temporary_memory(tmp_path):
@@ -547,21 +629,171 @@ def test_roofline(tmp_path, x):
         roofline.plot(_run(c=None), str(picture))
 
 
-# ---- the tables of README.md and docs/h100.md ----
+@pytest.mark.parametrize(
+    ("found", "asked", "drawn"),
+    [
+        (("forward", "together", "forward_train", "backward"), None, {"forward", "together"}),
+        (("forward", "backward"), None, {"forward", "backward"}),
+        (("forward", "together", "backward"), "backward", {"backward"}),
+    ],
+)
+def test_roofline_draws_one_program(tmp_path, monkeypatch, found, asked, drawn):
+    """Those of two programs where a file has nothing else, or where asked for."""
+    run, seen = _run(a=1e-3), []
+    run["records"] = [run["records"][0] | {"direction": direction} for direction in found]
+    source = tmp_path / "run.json"
+    timing.write_json(source, run)
+
+    def plot(run, *_):
+        """In place of the drawing."""
+        seen.extend(run["records"])
+
+    monkeypatch.setattr(roofline, "plot", plot)
+    assert roofline.main([str(source), *(["--directions", asked] if asked else [])]) == 0
+    assert {r["direction"] for r in seen} == drawn
+    with pytest.raises(SystemExit):
+        roofline.main([str(source), "--directions", "up"])
+
+
+# ---- the tables of README.md and docs/split-figures.md ----
+
+PAGES = (README, README.parent / "docs" / "split-figures.md")
 
 
 def test_pages_have_what_was_measured():
-    """Written by `python -m bench.tables README.md docs/h100.md`."""
-    names = []
-    for path in (README, README.parent / "docs" / "h100.md"):
+    """Written by `python -m bench.tables README.md docs/split-figures.md`."""
+    for path in PAGES:
         page = path.read_text()
-        names += re.findall(r"<!-- table: (.*) -->", page)
         assert tables.fill(page).splitlines() == page.splitlines()
-    assert names == list(tables.TABLES)
 
 
-def test_tables(tmp_path):
-    """A table is replaced, with more rows or fewer, and nothing else is."""
+def test_pages_have_all_tables():
+    for kind, known in (("table", tables.TABLES), ("text", tables.TEXTS)):
+        names = [
+            name
+            for path in PAGES
+            for name in re.findall(f"<!-- {kind}: (.*) -->", path.read_text())
+        ]
+        assert names == list(known)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Result files of made-up figures: of every case for a GPU, direction and peer, and of the real training steps.
+
+    Row i of a file takes i + 1 microseconds at half of the copy rate, XLA's twice as long and PyTorch's three times.
+    """
+    steps = timing.read_json(tables.RESULTS / f"{tables.TRAIN_DEVICE}-train.json")
+    timing.write_json(tmp_path / f"{tables.TRAIN_DEVICE}-train.json", steps)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for device in ("h100", "h200"):
+        for op in (*tables.REPORTED, "program"):
+            dtype = "bfloat16" if op in ("relu", "add_relu") else None
+            records = [
+                {
+                    **{f.name: getattr(case, f.name) for f in dataclasses.fields(case)},
+                    "tags": None,
+                    "case": case.label,
+                    "direction": direction,
+                    "implementation": name,
+                    "seconds": (i + 1) * ratio * 1e-6,
+                    "ratio": float(ratio),
+                    "ratio_spread": 0.02,
+                    "copy_fraction": 0.5,
+                    "temporary_bytes": 1000 if direction == "grad" else None,
+                    "error": None,
+                }
+                for i, case in enumerate(cases.select(op, "full", dtype))
+                for direction in case.directions
+                for ratio, name in enumerate(("jaxnorm", "xla", "torch"), start=1)
+            ]
+            header = _run()["header"] | {
+                "device": f"NVIDIA {device.upper()}",
+                "versions": {"jax": "0.11.2", "torch": "2.11.0+cu130"},
+                "copy": {"bytes_per_second": 2.97e12 if op == "softmax" else 2.98e12},
+            }
+            path = tmp_path / f"{device}-{op}.json"
+            timing.write_json(path, {"header": header, "records": records})
+    return tmp_path
+
+
+def _change(path, change):
+    """Rewrites a result file with `change(record)` for each record."""
+    run = timing.read_json(path)
+    run["records"] = [record | change(record) for record in run["records"]]
+    timing.write_json(path, run)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pages_can_be_filled(page, results):
+    """Every table has rows as long as its headings; a page that is filled stays as it is."""
+    filled = tables.fill(page.read_text())
+    assert tables.fill(filled) == filled
+    found = re.findall(r"^<!-- table: (\S+) -->\n((?:\|.*\n)*)", filled, flags=re.MULTILINE)
+    for name, table in found:
+        head, line, *rows = table.splitlines()
+        assert {row.count("|") for row in (line, *rows)} <= {head.count("|")}, name
+        assert len(rows) >= (0 if name == "losses" else 3), name
+        if "/" not in name and name not in ("summary", "program", "train", "losses"):
+            assert "forward: time, of copy, XLA, PyTorch | both in one program |" in head
+    said = " ".join(filled.split())
+    range_of = {"README.md": 1, "split-figures.md": 1}[
+        page.name
+    ]  # norms have no softmax beside them
+    assert said.count("in the same process, moves 2.97 to 2.98 TB/s.") == range_of
+
+
+def test_summary_and_losses(results):
+    """Means over the cases, and what another is faster in, beyond the spread."""
+    head, *rows = tables.TABLES["summary"]()
+    assert len(head) == 5
+    assert rows[0] == ["`softmax`, 23 cases", *["2.00× (2.00 to 2.00)", "3.00× (3.00 to 3.00)"] * 2]
+    assert tables.TABLES["losses"]()[1:] == []
+
+    def change(r):
+        if (r["case"], r["direction"]) == ("49152x32 bfloat16", "together"):
+            return {"ratio": {"jaxnorm": 1.0, "xla": 0.9, "torch": 0.99}[r["implementation"]]}
+        return {"error": "out of memory"} if r["case"] == "49152x128 bfloat16" else {}
+
+    _change(results / f"{tables.DEVICE}-rms_norm.json", change)
+    everywhere = lambda r: {"ratio": 0.8 if r["case"][0] == "1" else 0.9}  # noqa: E731
+    _change(results / f"{tables.DEVICE}-relu.json", everywhere)
+    rows = tables.TABLES["losses"]()[1:]
+    assert rows[0] == ["XLA", "rms_norm, both in one program: 49152x32", "0.90×"]
+    assert rows[1:] == [
+        [name, f"relu, {direction}: 7 of 7 cases", "0.80 to 0.90×"]
+        for name in ("XLA", "PyTorch")
+        for direction in ("forward", "both in one program")
+    ]
+    row = tables.TABLES["norm"]()[2]
+    assert row[0] == "49152 × 128"
+    assert row[3].endswith("µs, 0.50, –, –")
+
+
+def test_tables_of_some_peers(results):
+    """Only columns of those that an operation was compared with."""
+    path = results / f"{tables.DEVICE}-rms_norm.json"
+    run = timing.read_json(path)
+    run["records"] = [r for r in run["records"] if r["implementation"] != "torch"]
+    timing.write_json(path, run)
+    head, row, *_ = tables.TABLES["norm"]()
+    assert head[3] == "rms_norm forward: time, of copy, XLA"
+    assert row[1:] == [*["1.0 µs, 0.50, 2.00×, 3.00×"] * 2, *["1.0 µs, 0.50, 2.00×"] * 2]
+    summary = {row[0]: row for row in tables.TABLES["summary"]()}
+    assert summary["`rms_norm`, 17 cases"][2] == ""
+
+
+def test_cards_are_not_mixed(results):
+    path = results / f"{tables.DEVICE}-relu.json"
+    run = timing.read_json(path)
+    run["header"]["device"] = "another"
+    timing.write_json(path, run)
+    with pytest.raises(ValueError, match="must be of one device, got NVIDIA H100, another"):
+        tables.TEXTS["card"]()
+
+
+def test_tables(tmp_path, results):
+    """A table or a paragraph is replaced, with more lines or fewer, and nothing else is."""
     before, after = "A | B\n\n", "\n| another | table |\n|---|---|\n"
     path = tmp_path / "page.md"
     for old in ("", "| old |\n|---|\n| 1.0 |\n"):
@@ -572,8 +804,15 @@ def test_tables(tmp_path):
         assert page.endswith(f" |\n{after}")
         assert "old" not in page
         assert len(page.splitlines()) == 2 + 1 + 6 + 3
-    with pytest.raises(ValueError, match="table must be one of softmax, .*, got 'max'"):
+    for old in ("", "Some old\nsentence.\n"):
+        page = tables.fill(f"{before}<!-- text: card -->\n{old}{after}")
+        assert page.startswith(f"{before}<!-- text: card -->\nOne NVIDIA H100, jax 0.11.2, PyTorch")
+        assert page.endswith(f"TB/s.\n{after}")
+        assert "old" not in page
+    with pytest.raises(ValueError, match="table must be one of summary, .*, got 'max'"):
         tables.fill("<!-- table: max -->\n")
+    with pytest.raises(ValueError, match="text must be one of card, .*, got 'max'"):
+        tables.fill("<!-- text: max -->\n")
 
 
 # ---- training steps ----

@@ -59,6 +59,7 @@ from jaxnorm._primitive import (
     define_formula,
     define_primitive,
     joint_spec,
+    pinned,
     sharding_factors,
     spec_of,
     sum_to,
@@ -168,15 +169,20 @@ def _mean_of(v, given, axes, groups, replicas):
 
 
 def _stats_formula(given, results, *, axes, groups, **_):
-    """Two passes, the second over distances from the mean of the first, which is rounded by several units."""
+    """Two passes, the second over distances from the mean of the first, which is rounded by several units.
+
+    The first pass adds up x / n, as a sum of large numbers may be infinite.
+    """
     del results
     x = _widened(given["x"])
+    reduced = _reduced(x.ndim, axes, groups)
     counted = {n: given[n] for n in ("mask",) if n in given}
     if counted:
         kept = jnp.broadcast_to(given["mask"], _full({n: a.shape for n, a in given.items()}))
-        reduced = _reduced(x.ndim, axes, groups)
-        counted["count"] = jnp.sum(kept, reduced, keepdims=True, dtype=x.dtype)
-    rough = _mean_of(x, counted, axes, groups, 1)
+        n = counted["count"] = jnp.sum(kept, reduced, keepdims=True, dtype=x.dtype)
+    else:
+        n = _number(math.prod(x.shape[i] for i in reduced), x.dtype)
+    rough = pinned(jnp.sum(_masked(x / n, counted), reduced, keepdims=True))
     rest = _mean_of(x - rough, counted, axes, groups, 1)
     square = _mean_of(jnp.square(x - rough), counted, axes, groups, 1)
     var = jnp.maximum(square - jnp.square(rest), np.zeros((), x.dtype))

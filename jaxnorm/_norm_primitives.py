@@ -34,6 +34,7 @@ from jaxnorm._primitive import (
     define_dce,
     define_formula,
     define_primitive,
+    pinned,
     split_scratch,
     sum_to,
     vary_alike,
@@ -118,7 +119,7 @@ def _statistics(s, mask, *, along, center, epsilon):
     average = _average(mask, along)
     mean, deviation = None, s
     if center:
-        (rough,) = average(_masked(s, mask))
+        rough = pinned(average(_masked(s, mask))[0])
         deviation = s - rough
         kept = _masked(deviation, mask)
         rest, square = average(kept, jnp.square(kept))

@@ -136,7 +136,7 @@ def _softmax(op, x, axis, where, scale, bias, implementation, log):
     x = _check.float_array(op, "x", x)
     if x.ndim == 0 and axis not in (None, ()):
         raise ValueError(
-            f"{op}: x must have at least one dimension, got a scalar. Use x[None] for one row of one element, or axis=None."
+            f"{op}: x must have at least one dimension, got a scalar. Use axis=None for a row of one element."
         )
     axes = _check.axes(op, axis, x.ndim)
     factor = 1.0

@@ -459,12 +459,14 @@ def test_special_values(op, dtype, name):
 
 @ops
 @dtypes
-@pytest.mark.parametrize("value", [0.0, 7.0, -1e4, 3e4])
-@pytest.mark.parametrize("columns", [33, 1000, 33000])
-def test_constant_rows(op, dtype, value, columns):
-    """Nothing but rounding is left of a constant row: with epsilon, exactly or nearly 0."""
-    x = jnp.full((3, columns), value, dtype)
-    y = oracle.f64(getattr(jaxnorm, op)(x, epsilon=1e-6))
+@pytest.mark.parametrize("value", [0.0, 7.0, -1e4, 3e4, 1000.1])
+@pytest.mark.parametrize("columns", [7, 33, 1000, 33000])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_constant_rows(op, dtype, value, columns, axis):
+    """Nothing but rounding is left of a constant row: with epsilon, exactly or nearly 0. Axis 0 has no kernel."""
+    x = jnp.full((columns, 3) if axis == 0 else (3, columns), value, dtype)
+    value = float(x[0, 0])
+    y = oracle.f64(getattr(jaxnorm, op)(x, epsilon=1e-6, axis=axis))
     expected = 0.0 if op == "layer_norm" else value / np.sqrt(value**2 + 1e-6)
     np.testing.assert_allclose(y, expected, rtol=4 * oracle.UNIT[dtype], atol=1e-6)
 
@@ -481,6 +483,14 @@ def test_offset(op, dtype, offset, columns):
         x = rand((4, columns), dtype, offset=sign * offset)
         (y, _), (xla, _) = both_of_x(op)((x,), x)
         oracle.assert_close(y, getattr(oracle, op)(x), dtype, xla, floor=8)
+
+
+def test_deviations_as_small_as_the_unit_of_the_mean():
+    """The plain formula does not round the mean that it subtracts."""
+    x = jnp.float32(1e6) + jnp.array([[-0.625], [-0.75], [-0.75]], "float32")
+    np.testing.assert_allclose(
+        jaxnorm.layer_norm(x, axis=0), oracle.layer_norm(x, axis=0), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("columns", [100, 1000, 40000])

@@ -6,24 +6,26 @@ import jax.numpy as jnp
 
 
 def merge_axes(arrays, axes):
-    """Reshapes arrays of one rank so that `axes` become one axis, along which they follow each other in their order.
+    """Reshapes arrays that broadcast to each other so that `axes` are one axis, in which the last of them is fastest.
 
-    Returns the arrays, the axis, and the function that puts a result's dimensions back in order (still merged).
     Neighbouring axes in order merge in place; others are moved to the end first, which costs a transpose.
+
+    Args:
+      arrays: of one rank.
+      axes: one at least.
+
+    Returns:
+      The arrays, the axis, and the function that gives a result of their joint shape its dimensions back.
     """
-    x = arrays[0]
-    if not axes:
-        return [a[..., None] for a in arrays], x.ndim, lambda y: y
     first, last = axes[0], axes[-1] + 1
     if axes != tuple(range(first, last)):
-        end = range(x.ndim - len(axes), x.ndim)
-        arrays = [jnp.moveaxis(a, axes, end) for a in arrays]
-        shape = arrays[0].shape
-        merged, axis, _ = merge_axes(arrays, tuple(end))
-        return merged, axis, lambda y: jnp.moveaxis(y.reshape(shape), end, axes)
+        ndim = arrays[0].ndim
+        end = tuple(range(ndim - len(axes), ndim))
+        merged, axis, unmerge = merge_axes([jnp.moveaxis(a, axes, end) for a in arrays], end)
+        return merged, axis, lambda y: jnp.moveaxis(unmerge(y), end, axes)
     if len(axes) == 1:
         return arrays, first, lambda y: y
-    full = x.shape[first:last]
+    full = jnp.broadcast_shapes(*(a.shape for a in arrays))[first:last]
 
     def merge(a):
         sizes = a.shape[first:last]
@@ -34,4 +36,7 @@ def merge_axes(arrays, axes):
             a = jnp.broadcast_to(a, (*a.shape[:first], *full, *a.shape[last:]))
         return a.reshape(*a.shape[:first], size, *a.shape[last:])
 
-    return [merge(a) for a in arrays], first, lambda y: y
+    def unmerge(y):
+        return y.reshape(*y.shape[:first], *full, *y.shape[first + 1 :])
+
+    return [merge(a) for a in arrays], first, unmerge

@@ -443,22 +443,45 @@ def _local(primitive, blocks, shapes, *, names, results, **params):
 
 
 def _local_statistics(blocks, given, results, params):
-    """Statistics of all devices. Padding is masked, so devices may count different numbers of elements."""
-    axes, groups = params["axes"], params["groups"]
-    reduced = _reduced(len(blocks.shape), axes, groups)
+    """Statistics of all devices."""
+    axes = params["axes"]
+    reduced = _reduced(len(blocks.shape), axes, params["groups"])
     inside = blocks.inside(reduced)
     if inside is not None:
-        mask = given["mask"] & inside if "mask" in given else inside
-        given["mask"] = even_mask(mask, given["x"].shape, axes)
+        return _uneven_statistics(blocks, given, inside, reduced, results, params)
     own = ("mean", "var", "count") if "mask" in given else ("mean", "var")
     split = blocks.cut(reduced)
     shards = math.prod(blocks.count(i) for i in split)
-    out = merge_statistics(
-        bind(stats_p, given, own, params),
-        lambda v: blocks.psum(v, split),
-        blocks.position(split),
-        shards,
-    )
+    local, position = bind(stats_p, given, own, params), blocks.position(split)
+    out = merge_statistics(local, lambda v: blocks.psum(v, split), position, shards)
+    return [out[r] for r in results]
+
+
+def _uneven_statistics(blocks, given, inside, reduced, results, params):
+    """Statistics of devices that hold different numbers of elements, as padding is masked.
+
+    A place for every device, as `merge_statistics` has, would be more bytes than the formula takes. The mean is found
+    in two steps instead, as in the formula.
+    """
+    mask = given["mask"] & inside if "mask" in given else inside
+    given = given | {"mask": even_mask(mask, given["x"].shape, params["axes"])}
+    own = bind(stats_p, given, ("mean", "var", "count"), params)
+    total = _number(math.prod(blocks.shape[i] for i in reduced), own["count"].dtype)
+    if "count" in results:
+        total = blocks.psum(own["count"], reduced)
+    weight = own["count"] / total
+
+    def average(*values):
+        # A device without elements has NaN for statistics, and the weight 0; without elements anywhere it is NaN.
+        shares = [weight * jnp.where(own["count"] > 0, v, jnp.zeros_like(v)) for v in values]
+        return blocks.psum(jnp.stack(shares), reduced)
+
+    (rough,) = average(own["mean"])
+    rough = pinned(rough)
+    distance = own["mean"] - rough
+    rest, square = average(distance, own["var"] + jnp.square(distance))
+    var = jnp.maximum(square - jnp.square(rest), np.zeros((), square.dtype))
+    out = {"mean": rough + rest, "var": var, "count": total}
     return [out[r] for r in results]
 
 

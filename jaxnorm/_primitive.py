@@ -42,7 +42,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxnorm import _lib
 from jaxnorm._sharding import DEVICES, Blocks, Tiled
@@ -321,6 +321,7 @@ def define_primitive(
     sharding_rule: Callable[..., SdyShardingRule],
     partition: Callable[..., Partition],
     fits: Callable[..., bool] = lambda *avals, **params: True,
+    kernel_form: Callable[..., Callable | None] = lambda bind, **params: None,
     scratch: Callable[..., int] | None = None,
     not_on_cuda: tuple[int, ...] = (),
     in_place: Callable[..., tuple[int, int] | None] | None = None,
@@ -341,6 +342,8 @@ def define_primitive(
       partition: (operands, results, **params) -> Partition, where both are lists of `_sharding.Tiled`.
       fits: (*avals, platform, **params) -> whether the platform's kernels take such a call; they must not fail for what
         they cannot do.
+      kernel_form: (the primitive's bind, **params) -> a function of the operands with the same results, by a call that
+        kernels take; None if they take this one. It runs on a device's blocks.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
         additional result.
       not_on_cuda: positions of operands that the CUDA call does not take, because its kernel computes them again.
@@ -427,6 +430,8 @@ def define_primitive(
             return _formula(ctx, operands, params, "operands of this shape")
         match _placement(ctx):
             case "one device":
+                if form := kernel_form(primitive.bind, **params):
+                    return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
                 return _ffi_call(ctx, operands, params, platform)
             case "partition":
                 return lower_partitioned(ctx, operands, params)
@@ -605,6 +610,13 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 # ---- programs, for autofuse ----
+
+
+def struct_of(aval) -> jax.ShapeDtypeStruct:
+    """What stands for an array where a part of a program is traced again; on an Explicit mesh it is sharded alike."""
+    explicit = AxisType.Explicit in aval.sharding.mesh.axis_types
+    sharding = aval.sharding if explicit else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
 def open_jaxpr(jaxpr):

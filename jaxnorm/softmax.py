@@ -10,6 +10,7 @@ Operands have x's rank; any of them may have size 1 where the result does not, w
 a subset of the operands, cost nothing.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -159,17 +160,18 @@ def _softmax(op, x, axis, where, scale, bias, implementation, log):
     x = _convert(x, dtype)
     arrays = {bit: a if bit == WHERE else _convert(a, dtype) for bit, a in arrays.items()}
     arrays = {bit: jnp.expand_dims(a, range(x.ndim - a.ndim)) for bit, a in arrays.items()}
-    shape = x.shape
-    operands, axis, unmerge = merge_axes([x, *arrays.values()], axes)
+    operands = [x, *arrays.values()]
+    if not axes:  # each element is a row of its own
+        operands = [a[..., None] for a in operands]
     (y,) = softmax_fwd_p.bind(
         *vary_alike(*operands),
-        axis=axis,
+        axes=axes or (x.ndim,),
         factor=factor,
         log=log,
         operands=sum(arrays),
         implementation=implementation,
     )
-    return unmerge(y).reshape(shape)
+    return y if axes else y[..., 0]
 
 
 def _convert(array, dtype):
@@ -185,10 +187,10 @@ def _split(optional, operands):
     return tuple(next(optional) if operands & bit else None for bit in (WHERE, SCALE, BIAS))
 
 
-def _fwd_reference(x, *optional, axis, factor, log, operands, implementation=None, blocks=None):
+def _fwd_reference(x, *optional, axes, factor, log, operands, implementation=None, blocks=None):
     del implementation
     where, scale, bias = _split(optional, operands)
-    row = Along((axis,), blocks)
+    row = Along(axes, blocks)
     z = x.astype(acc_dtype(x.dtype)) * factor
     if scale is not None:
         z = z * scale.astype(z.dtype)
@@ -212,9 +214,9 @@ def _fwd_reference(x, *optional, axis, factor, log, operands, implementation=Non
     return [y.astype(x.dtype)]
 
 
-def _bwd_reference(y, t, *where, axis, factor, form, implementation=None, blocks=None):
+def _bwd_reference(y, t, *where, axes, factor, form, implementation=None, blocks=None):
     del implementation
-    total = Along((axis,), blocks).sum
+    total = Along(axes, blocks).sum
     dtype = y.dtype
     y, t = y.astype(acc_dtype(dtype)), t.astype(acc_dtype(dtype))
     if where:
@@ -234,7 +236,7 @@ def _bwd_reference(y, t, *where, axis, factor, form, implementation=None, blocks
 # ---- shapes and shardings, the same for both primitives ----
 
 
-def _abstract(*avals, axis, **_):
+def _abstract(*avals, **_):
     x = avals[0]
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
     if shape == x.shape:
@@ -248,60 +250,76 @@ def _describe(_, *, log=None, form=SOFTMAX, **__):
     return "log_softmax" if log or form != SOFTMAX else "softmax"
 
 
-def _fits(*avals, axis, **_):
+def _fits(*avals, axes, **_):
     """Whether every operand's broadcast pattern has few enough runs of alike dimensions, and rows a usable length.
 
     Rows of one element are elementwise arithmetic, which XLA fuses with its neighbours.
     """
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    if isinstance(shape[axis], int) and not 1 < shape[axis] < _MAX_COLUMNS:
+    sizes = [shape[i] for i in axes]
+    if all(isinstance(n, int) for n in sizes) and not 1 < math.prod(sizes) < _MAX_COLUMNS:
         return False
+    return all(broadcast_fits(a.shape, shape, axes) for a in avals)
 
-    return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
+
+def _of_one_axis(bind, *, axes, **params):
+    """The same as a call of one axis, which is what kernels take; None if it is that."""
+    if len(axes) == 1:
+        return None
+
+    def call(*operands):
+        operands, axis, unmerge = merge_axes(operands, axes)
+        return [unmerge(y) for y in bind(*operands, axes=(axis,), **params)]
+
+    return call
 
 
-def _local(reference, blocks, _, *, axis, **params):
+def _local(reference, blocks, _, *, axes, **params):
     # Rows are independent. Only a sharded axis needs more: all-reduces of one maximum and one sum per row.
-    return partial(reference, **params, axis=axis, blocks=blocks) if blocks.cut((axis,)) else None
+    return partial(reference, **params, axes=axes, blocks=blocks) if blocks.cut(axes) else None
 
 
-def _batch(primitive, args, dims, *, axis, **params):
+def _batch(primitive, args, dims, *, axes, **params):
     """Maps over axis `at` of the result; operands that are not mapped get size 1 there."""
     at = next(d for d in dims if d is not NOT_MAPPED)
+    if axes[0] < at <= axes[-1]:  # neighbours stay neighbours
+        at = axes[0]
     args = [
         jnp.expand_dims(a, at) if d is NOT_MAPPED else jnp.moveaxis(a, d, at)
         for a, d in zip(args, dims, strict=True)
     ]
-    return primitive.bind(*args, axis=axis + (at <= axis), **params), [at]
+    axes = tuple(a + (at <= a) for a in axes)
+    return primitive.bind(*args, axes=axes, **params), [at]
 
 
 # ---- softmax_fwd ----
 
 
-def _scratch(*avals, axis, **_):
-    (full,) = _abstract(*avals, axis=axis)
-    return split_scratch(full, (axis,))
+def _scratch(*avals, axes, **_):
+    (full,) = _abstract(*avals)
+    return split_scratch(full, axes)
 
 
 softmax_fwd_p = define_primitive(
     "softmax_fwd",
     abstract=_abstract,
     reference=_fwd_reference,
-    attributes=lambda *, axis, factor, log, operands, implementation: {
-        "axis": np.int64(axis),
+    attributes=lambda *, axes, factor, log, operands, implementation: {
+        "axis": np.int64(axes[0]),
         "factor": np.float64(factor),
         "log": bool(log),
         "operands": np.int64(operands),
     },
     describe=_describe,
     fits=_fits,
+    kernel_form=_of_one_axis,
     sharding_rule=broadcast_sharding_rule,
     partition=broadcast_partition(partial(_local, _fwd_reference)),
     scratch=_scratch,
 )
 
 
-def _fwd_jvp(primals, tangents, *, axis, factor, log, operands, implementation):
+def _fwd_jvp(primals, tangents, *, axes, factor, log, operands, implementation):
     """Y' = J(y) z' with z' = factor * (scale * x' + scale' * x) + bias'.
 
     The residual is named here: a name that the user gives to softmax's result names another value, which a checkpoint
@@ -313,7 +331,7 @@ def _fwd_jvp(primals, tangents, *, axis, factor, log, operands, implementation):
     _, scale_dot, bias_dot = _split(optional_dot, operands)
     (y,) = softmax_fwd_p.bind(
         *primals,
-        axis=axis,
+        axes=axes,
         factor=factor,
         log=log,
         operands=operands,
@@ -345,7 +363,7 @@ def _fwd_jvp(primals, tangents, *, axis, factor, log, operands, implementation):
     mask = [] if where is None else [where]
     y_dot = softmax_bwd_p.bind(
         *vary_alike(y, z_dot, *mask),
-        axis=axis,
+        axes=axes,
         factor=factor,
         form=LOG_JVP if log else SOFTMAX,
         implementation=implementation,
@@ -362,13 +380,14 @@ softmax_bwd_p = define_primitive(
     "softmax_bwd",
     abstract=_abstract,
     reference=_bwd_reference,
-    attributes=lambda *, axis, factor, form, implementation: {
-        "axis": np.int64(axis),
+    attributes=lambda *, axes, factor, form, implementation: {
+        "axis": np.int64(axes[0]),
         "factor": np.float64(factor),
         "form": np.int64(form),
     },
     describe=_describe,
     fits=_fits,
+    kernel_form=_of_one_axis,
     sharding_rule=broadcast_sharding_rule,
     partition=broadcast_partition(partial(_local, _bwd_reference)),
     scratch=_scratch,

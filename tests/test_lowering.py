@@ -126,7 +126,11 @@ def test_norm_attributes(platform):
 )
 def test_cross_entropy_attributes(platform):
     """On CUDA, backward does without lse, which its kernel computes, and both have scratch."""
-    x, labels, where = jnp.ones((2, 3, 4), "bfloat16"), jnp.ones((2, 3), int), jnp.ones(4, bool)
+    x, labels, where = (
+        jnp.ones((2, 3, 4), "bfloat16"),
+        jnp.ones((2, 3), int),
+        jnp.ones((1, 1, 4), bool),
+    )
 
     def f(x):
         options = {"where": where, "label_smoothing": 0.25, "z_loss": 0.5}

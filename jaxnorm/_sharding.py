@@ -176,8 +176,7 @@ class Along:
         """Means of several arrays that have all elements along the dimensions, by one all-reduce."""
         if self.blocks is None:
             return [jnp.mean(v, self.dims, keepdims=True) for v in values]
-        size = math.prod(self.blocks.shape[i] for i in self.dims)
-        return [s / np.asarray(size, s.dtype) for s in self.sums(*values)]
+        return [s / np.asarray(self.size(s), s.dtype) for s in self.sums(*values)]
 
     def size(self, value):
         """Number of elements along the dimensions, of an array that has all of them; it may be a symbol."""

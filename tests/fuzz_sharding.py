@@ -44,6 +44,9 @@ SOFTMAXES = ("softmax", "log_softmax")
 OPS = (*SOFTMAXES, *NORMS, *BATCH_NORMS, "softmax_cross_entropy", "relu", "add_relu")
 DERIVATIVES = ("value", "jvp", "grad", "second")
 MESHES = ((2,), (4,), (2, 2), (3,), (8,), (2, 4), (5,), (3, 2), (6,), (7,), (4, 2))
+if jax.__version_info__ >= (0, 12):
+    # XLA aborts where it cuts elements away that lie on both axes of such a mesh, with plain formulas too.
+    MESHES = tuple(m for m in MESHES if m != (3, 2))
 MAX_SIZE = 1500  # elements of an array
 
 

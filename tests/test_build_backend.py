@@ -66,9 +66,12 @@ def test_make_without_a_terminal(tmp_path):
     (tmp_path / "pyvenv.cfg").touch()
     pip = 'f() { echo "progress of $$*" >> "$$JAXNORM_PROGRESS"; sleep 1.5; }; f'
     target = f"{tmp_path}/done/package"
+    # `make test`, which runs this, hands its own settings on.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(
         ["make", f"VENV={tmp_path}", f"PIP={pip}", "GPU=no", target],
         cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=60,

@@ -182,7 +182,8 @@ def _stats_formula(given, results, *, axes, groups, **_):
         n = counted["count"] = jnp.sum(kept, reduced, keepdims=True, dtype=x.dtype)
     else:
         n = _number(math.prod(x.shape[i] for i in reduced), x.dtype)
-    rough = pinned(jnp.sum(_masked(x / n, counted), reduced, keepdims=True))
+    share = 1 / jnp.maximum(n, np.ones((), x.dtype))
+    rough = pinned(jnp.sum(_masked(x * share, counted), reduced, keepdims=True))
     rest = _mean_of(x - rough, counted, axes, groups, 1)
     square = _mean_of(jnp.square(x - rough), counted, axes, groups, 1)
     var = jnp.maximum(square - jnp.square(rest), np.zeros((), x.dtype))

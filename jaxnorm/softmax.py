@@ -187,21 +187,36 @@ def _split(optional, operands):
     return tuple(next(optional) if operands & bit else None for bit in (WHERE, SCALE, BIAS))
 
 
+def _shifted(x, where, scale, bias, factor, row):
+    """The distance of z from the maximum of its row; -inf where masked.
+
+    Compilers contract a product and the difference behind it into one operation, which does not round the product. Of a
+    large one, the distance from the maximum, which is rounded, would be large too. So what is multiplied by a number is
+    the difference; of a product with an array, the distance is 0 where it is the maximum, and NaN if that is infinite.
+    """
+
+    def kept(v):
+        return v if where is None else jnp.where(where, v, -jnp.inf)
+
+    if scale is None and bias is None:
+        x = kept(x if factor >= 0 else -x)
+        return kept((x - row.max(x)) * abs(factor))
+    z = x * factor
+    if scale is not None:
+        z = z * scale.astype(z.dtype)
+    if bias is not None:
+        z = kept(z + bias.astype(z.dtype))
+        return z - row.max(z)
+    z = kept(z)
+    top = row.max(z)
+    return jnp.where(z == top, top - top, jnp.minimum(z - top, np.zeros((), z.dtype)))
+
+
 def _fwd_reference(x, *optional, axes, factor, log, operands, implementation=None, blocks=None):
     del implementation
     where, scale, bias = _split(optional, operands)
     row = Along(axes, blocks)
-    z = x.astype(acc_dtype(x.dtype)) * factor
-    if scale is not None:
-        z = z * scale.astype(z.dtype)
-    if bias is not None:
-        z = z + bias.astype(z.dtype)
-    if where is not None:
-        z = jnp.where(where, z, -jnp.inf)
-    top = row.max(z)
-    # Compilers contract the product and the difference into one operation, which does not round the product. Where it
-    # is large, its distance from the rounded maximum would be large too: 0 at the maximum, NaN if that is infinite.
-    shifted = jnp.where(z == top, top - top, jnp.minimum(z - top, np.zeros((), z.dtype)))
+    shifted = _shifted(x.astype(acc_dtype(x.dtype)), where, scale, bias, factor, row)
     if log:
         y = shifted - jnp.log(row.sum(jnp.exp(shifted)))
         masked = -jnp.inf

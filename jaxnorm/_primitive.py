@@ -27,7 +27,6 @@ from jax._src import (
     source_info_util,  # private: see `run_equation`
 )
 from jax._src.interpreters.mlir import lower_per_platform  # private: see `lower_by_platform`
-from jax._src.lib import xla_client  # private: see `_tiles`
 from jax._src.sharding_impls import GSPMDSharding  # private: see `_sharding_of`
 from jax.core import ShapedArray, eval_jaxpr
 from jax.experimental.custom_partitioning import (
@@ -43,6 +42,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jaxlib import xla_client  # see `_sharding_of`
 
 from jaxnorm import _lib
 from jaxnorm._sharding import DEVICES, Blocks, Tiled
@@ -279,8 +279,11 @@ def broadcast_partition(local: Callable) -> Callable:
     def partition(operands: Sequence[Tiled], results: Sequence[Tiled], /, **params) -> Partition:
         full = jnp.broadcast_shapes(*(a.shape for a in operands))
         blocks = Blocks.joint(full, operands)
-        tiles = [[blocks.tiles_of(a.shape) for a in arrays] for arrays in (operands, results)]
-        return Partition(*tiles, local(blocks, [a.shape for a in operands], **params))
+        return Partition(
+            [blocks.tiles_of(a.shape) for a in operands],
+            [blocks.tiles_of(a.shape) for a in results],
+            local(blocks, [a.shape for a in operands], **params),
+        )
 
     return partition
 

@@ -426,7 +426,7 @@ def _local(primitive, blocks, shapes, *, names, results, **params):
             given["dy"] = _bits.select_block(blocks, given.pop("bits"), given["dy"])
         wanted = tuple(r for r in results if not (torn and r == "bits"))
         if split and primitive is stats_p:
-            return _local_statistics(blocks, given, wanted, params)
+            return _local_statistics(blocks, given, wanted, reduced, params)
         if uneven and primitive is sums_p:
             given |= {
                 n: blocks.filled(given[n], shapes[n], uneven) for n in ("dy", "x") if n in given
@@ -443,13 +443,11 @@ def _local(primitive, blocks, shapes, *, names, results, **params):
     return local
 
 
-def _local_statistics(blocks, given, results, params):
+def _local_statistics(blocks, given, results, reduced, params):
     """Statistics of all devices."""
-    axes = params["axes"]
-    reduced = _reduced(len(blocks.shape), axes, params["groups"])
     inside = blocks.inside(reduced)
     if inside is not None:
-        return _uneven_statistics(blocks, given, inside, reduced, results, params)
+        return _uneven_statistics(blocks, given, inside, results, reduced, params)
     own = ("mean", "var", "count") if "mask" in given else ("mean", "var")
     split = blocks.cut(reduced)
     shards = math.prod(blocks.count(i) for i in split)
@@ -458,7 +456,7 @@ def _local_statistics(blocks, given, results, params):
     return [out[r] for r in results]
 
 
-def _uneven_statistics(blocks, given, inside, reduced, results, params):
+def _uneven_statistics(blocks, given, inside, results, reduced, params):
     """Statistics of devices that hold different numbers of elements, as padding is masked.
 
     A place for every device, as `merge_statistics` has, would be more bytes than the formula takes. The mean is found

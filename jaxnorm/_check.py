@@ -23,7 +23,7 @@ def float_array(op: str, name: str, value) -> jax.Array:
             f"{op}: {name} must be of dtype {', '.join(DTYPES)}, got {dtype.name}. "
             f"Convert it with {name}.astype(jnp.float32)."
         )
-    # jnp.asarray of a traced array is an operation, of which jax_debug_nans would look at the result.
+    # jnp.asarray of a traced array is an operation, whose result jax_debug_nans would check.
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 

@@ -585,6 +585,7 @@ def _tiles(info) -> np.ndarray:
 
 
 def _sharding_of(tiles: np.ndarray, devices) -> GSPMDSharding:
+    """The inverse of `_tiles`: the sharding of an array with these tiles, over the devices of the program."""
     if tiles.shape[-1] == tiles.size:
         return GSPMDSharding(devices, xla_client.HloSharding.replicate())
     copies = xla_client.OpSharding.Type.REPLICATED

@@ -145,7 +145,7 @@ def _partition(local, x):
     )
 
 
-# ---- weak types: as those of sums and selections ----
+# ---- weak types: a result is weakly typed where all operands are, as in jnp.add and jnp.where ----
 
 
 def _result_aval(*operands):

@@ -25,12 +25,11 @@ from jaxnorm._axes import merge_axes
 from jaxnorm._primitive import (
     NOT_MAPPED,
     acc_dtype,
-    aval_like,
+    broadcast_aval,
     broadcast_fits,
     broadcast_partition,
     broadcast_sharding_rule,
     define_primitive,
-    spec_of,
     split_scratch,
     vary_alike,
 )
@@ -252,13 +251,7 @@ def _bwd_reference(y, t, *where, axes, factor, form, implementation=None, blocks
 
 
 def _abstract(*avals, **_):
-    x = avals[0]
-    shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    if shape == x.shape:
-        return [aval_like(x)]
-    specs = zip(*map(spec_of, avals), strict=True)
-    spec = [next((s for s in entries if s is not None), None) for entries in specs]
-    return [aval_like(x, shape=shape, spec=spec)]
+    return [broadcast_aval(*avals)]
 
 
 def _describe(_, *, log=None, form=SOFTMAX, **__):
@@ -311,8 +304,7 @@ def _batch(primitive, args, dims, *, axes, **params):
 
 
 def _scratch(*avals, axes, **_):
-    (full,) = _abstract(*avals)
-    return split_scratch(full, axes)
+    return split_scratch(broadcast_aval(*avals), axes)
 
 
 softmax_fwd_p = define_primitive(

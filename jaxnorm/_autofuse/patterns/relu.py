@@ -36,7 +36,7 @@ def find(output: Value, call: Level) -> Iterator[Match | Left]:
     if not _has_derivative_of_relu(call):
         yield Left("relu", core, "its derivative is not that of relu: 1 where x > 0, else 0", 1)
         return
-    # The result has the dimensions of the variable that are not 1; those of x are among them.
+    # The result has the dimensions of the variable whose size is not 1. The dimensions of x are among the result's.
     layout = [d for d, n in zip(x.view.dims, x.view.shape, strict=True) if not is_one(n)]
     dims = tuple(map(layout.index, identity(x.view.node)))
     yield from _before(output, Ref(x.view.node, dims), core)

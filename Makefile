@@ -15,7 +15,8 @@ DONE = $(VENV)/done
 # In front of what compiles. pip shows nothing of it: the backend tells the terminal, or, without one, this file.
 PROGRESS = [ -t 1 ] || { export JAXNORM_PROGRESS=$(abspath $(DONE))/progress; mkdir -p $(DONE); : > $(DONE)/progress; \
   tail -f --pid=$$$$ $(DONE)/progress & };
-C_SOURCES = ffi/*.h ffi/*.cc ffi/cpu/*.h ffi/cpu/*.cc ffi/cuda/*.h ffi/cuda/*.cc ffi/cuda/*.cuh ffi/cuda/*.cu
+C_SOURCES = ffi/*.h ffi/*.cc ffi/cpu/*.h ffi/cpu/*.cc ffi/cuda/*.h ffi/cuda/*.cc ffi/cuda/*.cuh ffi/cuda/*.cu \
+  ffi/launcher/*.h ffi/launcher/*.cc
 
 help: ## list the targets
 	@echo "make TARGET [PYTHON=python3.12] [ARGS='further arguments']"

@@ -10,6 +10,8 @@ from importlib import metadata
 
 import jax
 
+from jaxnorm._rows import launcher
+
 VERSION = metadata.version("jaxnorm")
 
 TARGET_PREFIX = "jaxnorm_"
@@ -42,17 +44,21 @@ class Status:
     jax_version: str
     runtime_ffi_version: tuple[int, int] | None
     modules: tuple[Module, ...]
+    row_programs: Module  # what `fuse` compiles
 
     def __repr__(self) -> str:
         runtime = _dotted(self.runtime_ffi_version)
         lines = [f"jaxnorm {self.version} (jax {self.jax_version}, XLA FFI {runtime})"]
-        for m in self.modules:
-            if m.available:
-                built = f"built for XLA FFI {_dotted(m.ffi_version)}{m.details}"
-                lines.append(f"  {m.platform:<5} {len(m.targets)} kernels registered, {built}")
-            else:
-                lines.append(f"  {m.platform:<5} plain XLA formulas: {m.reason}")
-        return "\n".join(lines)
+        lines += [
+            _line(m.platform, m, f"{len(m.targets)} kernels registered") for m in self.modules
+        ]
+        return "\n".join([*lines, _line("fuse", self.row_programs, "kernels compiled when needed")])
+
+
+def _line(name: str, m: Module, available: str) -> str:
+    if not m.available:
+        return f"  {name:<5} plain XLA formulas: {m.reason}"
+    return f"  {name:<5} {available}, built for XLA FFI {_dotted(m.ffi_version)}{m.details}"
 
 
 def _dotted(version: tuple[int, int] | None) -> str:
@@ -114,25 +120,71 @@ def _runs_on(arch: str, major: int, minor: int) -> bool:
     return {"real": machine_code, "virtual": ptx}.get(kind, machine_code or ptx)
 
 
-@functools.cache
-def _load(platform: str) -> Module:
-    """Imports the module for `platform` and registers its targets, as an importing process may: no device is asked."""
+def _import(platform: str, name: str):
+    """(the compiled module or None, a Module that says why it cannot be used)."""
     try:
-        extension = importlib.import_module(f"jaxnorm._{platform}")
+        extension = importlib.import_module(f"jaxnorm.{name}")
     except ModuleNotFoundError:
-        return Module(platform, reason="not built")
+        return None, Module(platform, reason="not built")
     except ImportError as error:
-        return Module(platform, reason=f"cannot be imported ({error})")
+        return None, Module(platform, reason=f"cannot be imported ({error})")
     built = tuple(extension.XLA_FFI_API_VERSION)
     reason = _abi_problem(built)
-    if reason:
-        return Module(platform, reason=reason, ffi_version=built)
+    return None if reason else extension, Module(platform, reason=reason, ffi_version=built)
+
+
+def _register(extension, found: Module) -> Module:
     targets = extension.targets()
     for name, handler in targets.items():
         jax.ffi.register_ffi_target(
-            TARGET_PREFIX + name, handler, platform=_FFI_PLATFORM[platform], api_version=1
+            TARGET_PREFIX + name, handler, platform=_FFI_PLATFORM[found.platform], api_version=1
         )
-    return Module(platform, frozenset(targets), ffi_version=built)
+    return dataclasses.replace(found, targets=frozenset(targets))
+
+
+@functools.cache
+def _load(platform: str) -> Module:
+    """Imports the module for `platform` and registers its targets, as an importing process may: no device is asked."""
+    extension, found = _import(platform, f"_{platform}")
+    return _register(extension, found) if extension else found
+
+
+@functools.cache
+def _load_launcher() -> Module:
+    """The same for the module that compiles and launches row programs; it opens neither the driver nor NVRTC."""
+    extension, found = _import("cuda", "_launcher")
+    if not extension:
+        return found
+    launcher.configure(extension)
+    # The target keeps a state of this type. XLA must know of it first: otherwise no CUDA backend starts.
+    try:
+        for name, registration in extension.types().items():
+            jax.ffi.register_ffi_type(
+                TARGET_PREFIX + name, registration, platform=_FFI_PLATFORM["cuda"]
+            )
+    except Exception as error:
+        return dataclasses.replace(found, reason=f"jaxlib refuses the type of its state ({error})")
+    return _register(extension, found)
+
+
+@functools.cache
+def row_programs() -> Module:
+    """What compiles and launches row programs, and whether it can here; waits like `module` before it asks a device."""
+    loaded = _load_launcher()
+    if not loaded.available:
+        return loaded
+    if reason := launcher.problem():
+        return dataclasses.replace(loaded, targets=frozenset(), reason=reason)
+    version, _ = launcher.nvrtc()
+    gpus = launcher.gpus()
+    details = f", NVRTC {_dotted(version)}"
+    if gpus:
+        details += f"; {len(gpus)} x {', '.join(sorted({gpu.name for gpu in gpus}))}"
+    else:
+        details += f"; no device ({launcher.no_gpu()})"
+    if off := launcher.cache_off():
+        details += f"; not kept on disk ({off})"
+    return dataclasses.replace(loaded, details=details)
 
 
 @functools.cache
@@ -165,16 +217,18 @@ def status() -> Status:
     """What was compiled, loaded and registered, and why something was not.
 
     Returns:
-      An object with `version`, `jax_version`, `runtime_ffi_version` and `modules`, one entry per platform with
-      `available`, `targets` and `reason`. Its repr is a few readable lines.
+      An object with `version`, `jax_version`, `runtime_ffi_version`, `modules`, one entry per platform with
+      `available`, `targets` and `reason`, and `row_programs`, such an entry for what `fuse` compiles. Its repr is a
+      few readable lines.
 
     >>> import jaxnorm
     >>> jaxnorm.status().modules[0].platform
     'cpu'
     """
     modules = tuple(module(platform) for platform in PLATFORMS)
-    return Status(VERSION, jax.__version__, _runtime_ffi_version(), modules)
+    return Status(VERSION, jax.__version__, _runtime_ffi_version(), modules, row_programs())
 
 
 for _platform in PLATFORMS:
     _load(_platform)
+_load_launcher()

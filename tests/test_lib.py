@@ -17,11 +17,12 @@ def test_status():
     assert [m.platform for m in status.modules] == ["cpu", "cuda"]
     text = repr(status)
     assert text.splitlines()[0].startswith(f"jaxnorm {status.version} (jax ")
-    assert len(text.splitlines()) == 3
+    assert len(text.splitlines()) == 4
     assert all(len(line) < 200 for line in text.splitlines())
-    for m in status.modules:
+    for m in (*status.modules, status.row_programs):
         assert m.available == bool(m.targets)
         assert m.available or m.reason
+    assert status.row_programs.targets <= {"row_program"}
 
 
 def test_both_modules_offer_every_kernel():
@@ -65,6 +66,8 @@ def test_without_module(situation, reason):
     assert result["reason"] in message
     assert max(result["errors"].values()) < 1e-6
     assert len(result["errors"]) == 6
+    assert result["row_programs"] == "not built"
+    assert "  fuse  plain XLA formulas: not built" in result["repr"]
     for op, message in result["kernel"].items():
         assert "implementation must be None or 'xla' for platform cpu" in message, op
         assert result["reason"] in message
@@ -83,7 +86,8 @@ def test_import_asks_no_device():
     """That would start the CUDA driver, which fixes CUDA_VISIBLE_DEVICES and does not survive fork."""
     result = processes.run("import_asks_no_device")
     assert result["on_import"] == 0
-    assert result["registered"] == ["jaxnorm_something"]
+    assert result["opened"] == []
+    assert result["registered"] == ["jaxnorm_something", "jaxnorm_row_program"]
     assert result["asked"] == 1
     assert result["targets"] == []
     assert result["reason"].startswith("Old GPU is sm_70, built for sm_90")

@@ -34,7 +34,8 @@ class Finder:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == "jaxnorm._cuda" or (name == "jaxnorm._cpu" and situation == "missing"):
+        missing = ["jaxnorm._cuda", "jaxnorm._launcher"]
+        if name in missing or (name == "jaxnorm._cpu" and situation == "missing"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if name == "jaxnorm._cpu" and situation == "broken":
             raise ImportError("undefined symbol: nothing")
@@ -92,6 +93,7 @@ print(
             "jax": float(jnp.sum(jnp.arange(4.0))),
             "registered": registered,
             "reason": jaxnorm.status().modules[0].reason,
+            "row_programs": jaxnorm.status().row_programs.reason,
             "repr": repr(jaxnorm.status()),
             "warnings": [(w.category.__name__, str(w.message)) for w in caught],
             "errors": errors,

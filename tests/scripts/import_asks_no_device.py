@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import json
+import pathlib
 import sys
 import types
 
@@ -44,12 +45,16 @@ jax.ffi.register_ffi_target = lambda name, *args, platform, **kwargs: (
 import jaxnorm  # noqa: E402
 
 on_import = len(asked)
+opened = [
+    lib for lib in ("libcuda", "libnvrtc") if lib in pathlib.Path("/proc/self/maps").read_text()
+]
 cuda = jaxnorm.status().modules[1]
 jaxnorm.status()
 print(
     json.dumps(
         {
             "on_import": on_import,
+            "opened": opened,
             "registered": registered,
             "asked": len(asked),
             "targets": sorted(cuda.targets),

@@ -1,0 +1,305 @@
+"""The same results by fewer reductions and instructions; the graph's constructors do what is local."""
+
+import functools
+
+from jaxnorm._rows.graph import Graph, Node, is_literal
+from jaxnorm._rows.rules import Program
+
+# Rows of so many bytes and more are read once where a maximum and a sum of exponentials can be one pass. In shorter
+# rows, which stay on chip, the second exponential costs more than the second reduction.
+ONE_PASS_BYTES = 40 * 1024
+
+
+def simplify(program: Program) -> Program:
+    """The program that schedules are made for."""
+    program = _share_logistic(program)
+    wholes = [i for i in program.inputs.values() if i.whole]
+    row_bytes = sum(i.panels * program.width * i.dtype.itemsize for i in wholes)
+    if row_bytes > ONE_PASS_BYTES:
+        program = _one_pass(program)
+    return _collect(program)
+
+
+def _rewrite(program: Program, rule) -> Program:
+    """Rebuilds all nodes: `rule(node, args)` returns what takes the place of a node whose arguments became `args`."""
+    done: dict[int, Node] = {}
+
+    def new(node):
+        if node.number not in done:
+            done[node.number] = rule(node, [new(a) for a in node.args])
+        return done[node.number]
+
+    return program.with_nodes(lambda output: [new(n) for n in output.nodes])
+
+
+def _share_logistic(program: Program) -> Program:
+    """tanh(u) beside logistic(2u), which 1 + tanh(u) has become: 2 logistic(2u) - 1, one function for both."""
+    graph = program.graph
+
+    def logistic_beside(u):
+        double = graph.mul(graph.literal(2, u.dtype), u)
+        return graph.find("logistic", (double,), None, u.dtype)
+
+    def rule(node, args):
+        one = graph.literal(1, node.dtype)
+        if node.op == "tanh" and (logistic := logistic_beside(args[0])) is not None:
+            return graph.sub(graph.mul(graph.literal(2, node.dtype), logistic), one)
+        if (
+            node.op == "sub"
+            and node.floating
+            and is_literal(node.args[0], 1)
+            and node.args[1].op == "tanh"
+        ):
+            # 1 - (2 logistic - 1) = 2 (1 - logistic)
+            logistic = logistic_beside(node.args[1].args[0])
+            if logistic is not None:
+                return graph.mul(graph.literal(2, node.dtype), graph.sub(one, logistic))
+        return graph.again(node, args)
+
+    return _rewrite(program, rule)
+
+
+# ---- one pass over long rows ----
+
+
+def _one_pass(program: Program) -> Program:
+    """Sums of exp(x - max) * h beside the maximum: each thread sums with its own maximum, the combination rescales.
+
+    Reductions "sum_below_max" and "distance_below_max" belong to a maximum of the same phase, whose node is in their
+    attribute. `local_exp(x)` is exp(x - the thread's maximum), `local_distance(x)` is x - the thread's maximum.
+    """
+    graph = program.graph
+
+    def rule(node, args):
+        if node.op == "reduce" and node.attr == ("sum",) and node.level == 2 and node.floating:
+            products = [_products(graph, a) for a in node.args]
+            if None not in products:
+                return _sums_below_max(
+                    graph, [p for panel in products for p in _merged(graph, panel)]
+                )
+        return graph.again(node, args)
+
+    return _rewrite(program, rule)
+
+
+def _is_max(node) -> bool:
+    return node.op == "reduce" and node.attr == ("max",) and node.level == 1
+
+
+def _products(graph: Graph, node: Node):
+    """[(factor of the row, exponential or None, element of phase 0 or None), ...] whose sum is the node, or None."""
+    one = graph.literal(1, node.dtype) if node.floating else None
+    if one is None:
+        return None
+    if not node.column:
+        return [(node, None, None)]
+    if node.level == 0:
+        return [(one, None, node)]
+    if node.op == "exp" and node.args[0].op == "sub":
+        x, shift = node.args[0].args
+        if x.level == 0 and _is_max(shift):
+            return [(one, node, None)]
+    if node.op == "neg":
+        inner = _products(graph, node.args[0])
+        return inner and [(graph.neg(c), e, h) for c, e, h in inner]
+    if node.op in ("add", "sub"):
+        # x - mean is not opened; a shift by a maximum is.
+        if any(not a.column and a.level and not _is_max(a) for a in node.args):
+            return None
+        first, second = (_products(graph, a) for a in node.args)
+        if first is None or second is None:
+            return None
+        sign = graph.neg if node.op == "sub" else lambda c: c
+        return first + [(sign(c), e, h) for c, e, h in second]
+    if node.op == "mul":
+        return _product_of(graph, *(_products(graph, a) for a in node.args))
+    return None
+
+
+def _product_of(graph, first, second):
+    if (
+        first is None
+        or second is None
+        or min(len(first), len(second)) > 1
+        or len(first) * len(second) > 6
+    ):
+        return None
+    result = []
+    for c, e, h in first:
+        for d, f, k in second:
+            if e is not None and f is not None:
+                return None
+            element = k if h is None else h if k is None else graph.mul(h, k)
+            result.append((graph.mul(c, d), e if f is None else f, element))
+    return result
+
+
+def _merged(graph, products):
+    """exp(x - m) * x - m * exp(x - m) as one product exp(x - m) * (x - m), which loses no digits where m is large."""
+    merged, taken = [], []
+    for product in products:
+        c, e, h = product
+        if e is not None and h is not None and is_literal(c, 1):
+            x, shift = e.args[0].args
+            minus = (graph.neg(shift), e, None)
+            if h is x and minus in products:
+                merged.append((c, e, DISTANCE))
+                taken.append(minus)
+                continue
+        merged.append(product)
+    return [p for p in merged if p not in taken]
+
+
+DISTANCE = "distance"  # in place of an element: x - max, where the exponential is exp(x - max)
+
+
+def _sums_below_max(graph, products) -> Node:
+    """One reduction for each factor and maximum."""
+    groups: dict[tuple, list] = {}
+    for c, e, h in products:
+        maximum = None if e is None else e.args[0].args[1].number
+        groups.setdefault((c.number, maximum, h == DISTANCE), []).append((c, e, h))
+    totals = []
+    for (_, maximum, distance), products in groups.items():
+        factor = products[0][0]
+        if maximum is None:
+            total = graph.reduce(
+                "sum", [graph.literal(1, factor.dtype) if h is None else h for _, _, h in products]
+            )
+        else:
+            total = _sum_below_max(graph, [(e, h) for _, e, h in products], distance)
+        totals.append(graph.mul(factor, total))
+    return functools.reduce(graph.add, totals)
+
+
+def _sum_below_max(graph, products, distance) -> Node:
+    maximum = products[0][0].args[0].args[1]
+
+    def reduction(cores, *attr):
+        dtype = cores[0].dtype
+        return graph.node("reduce", cores, attr, dtype, row=True, column=False, level=1)
+
+    elements = [e.args[0].args[0] for e, _ in products]
+    exponentials = [graph.node("local_exp", (x,), maximum, x.dtype) for x in elements]
+    if distance:
+        cores = [
+            graph.node(
+                "mul", (e, graph.node("local_distance", (x,), maximum, x.dtype)), None, x.dtype
+            )
+            for e, x in zip(exponentials, elements, strict=True)
+        ]
+        # A change of the maximum moves a multiple of this sum into the sum of distances.
+        weight = reduction(exponentials, "sum_below_max", maximum)
+        return reduction(cores, "distance_below_max", maximum, weight)
+    cores = [
+        e if h is None else graph.node("mul", (e, h), None, e.dtype)
+        for e, (_, h) in zip(exponentials, products, strict=True)
+    ]
+    return reduction(cores, "sum_below_max", maximum)
+
+
+# ---- results as sums of products ----
+
+
+def _collect(program: Program) -> Program:
+    """Results as sums of (value of the row) * (product of elements), with equal products merged.
+
+    The factors of merged products are added once a row, and a factor of several products is taken out.
+    (x - r) * y is opened only where x is already shifted: x - mean stays whole.
+    """
+    graph = program.graph
+
+    def nodes_of(output):
+        return [_collected(graph, n) if n.column and not n.after else n for n in output.nodes]
+
+    return program.with_nodes(nodes_of)
+
+
+def _collected(graph, node):
+    if not node.floating or node.op not in ("add", "sub", "mul"):
+        return node
+    products: dict[tuple, tuple[Node, list[Node]]] = {}
+    for factor, elements in _terms(graph, node):
+        key = tuple(sorted(e.number for e in elements))
+        known = products.get(key)
+        products[key] = (graph.add(known[0], factor) if known else factor, elements)
+    if len(products) > 8:
+        return node
+    rebuilt = _factored(graph, list(products.values()))
+    return rebuilt if _cost(rebuilt) < _cost(node) else node
+
+
+def _terms(graph, node, depth=0):
+    """[(factor of the row, elements), ...]: the node is the sum of their products."""
+    if node.op in ("add", "sub") and node.column:
+        second = _terms(graph, node.args[1], depth)
+        if node.op == "sub":
+            second = [(graph.neg(c), e) for c, e in second]
+        return _terms(graph, node.args[0], depth) + second
+    factor, elements = _factors(graph, node)
+    for i, x in enumerate(elements):
+        opens = x.op in ("add", "sub") and any(not a.column for a in x.args)
+        if (
+            len(elements) > 1
+            and depth < 3
+            and opens
+            and max(a.level for a in x.args if a.column) > 0
+        ):
+            rest = elements[:i] + elements[i + 1 :]
+            return [(graph.mul(factor, c), e + rest) for c, e in _terms(graph, x, depth + 1)]
+    return [(factor, elements)]
+
+
+def _factors(graph, node):
+    if not node.column:
+        return node, []
+    if node.op == "mul":
+        (c, a), (d, b) = (_factors(graph, x) for x in node.args)
+        return graph.mul(c, d), a + b
+    if node.op == "neg":
+        c, a = _factors(graph, node.args[0])
+        return graph.neg(c), a
+    return graph.literal(1, node.dtype), [node]
+
+
+def _factored(graph, terms):
+    """The sum of these products, with the factor that most of them have taken out."""
+    counts: dict[int, list] = {}
+    for _, elements in terms:
+        for e in {e.number: e for e in elements}.values():
+            counts.setdefault(e.number, [e, 0])[1] += 1
+    common, count = max(counts.values(), key=lambda c: c[1], default=(None, 0))
+    if count >= 2:
+        inner, outer = [], []
+        for c, elements in terms:
+            if common in elements:
+                place = elements.index(common)
+                inner.append((c, elements[:place] + elements[place + 1 :]))
+            else:
+                outer.append((c, elements))
+        product = graph.node("mul", (common, _factored(graph, inner)), None, common.dtype)
+        return graph.add(product, _factored(graph, outer)) if outer else product
+    result = None
+    for c, elements in sorted(terms, key=lambda t: bool(t[1])):
+        term = c
+        if elements:
+            product = None
+            for e in sorted(elements, key=lambda e: e.number):
+                product = e if product is None else graph.mul(product, e)
+            # Not graph.mul: it would move the factor into the product.
+            term = product if is_literal(c, 1) else graph.node("mul", (c, product), None, c.dtype)
+            if is_literal(c, -1):
+                term = graph.neg(product)
+        result = term if result is None else graph.add(result, term)
+    return result
+
+
+def _cost(node) -> float:
+    seen, stack, total = set(), [node], 0.0
+    while stack:
+        n = stack.pop()
+        if n.number not in seen and n.column:
+            seen.add(n.number)
+            total += n.cost
+            stack += n.args
+    return total

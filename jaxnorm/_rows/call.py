@@ -1,0 +1,198 @@
+"""What the launcher is told: the source, and how many blocks of how many threads run it on which buffers."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxnorm._primitive import cached_by_program
+from jaxnorm._rows import launcher
+from jaxnorm._rows.algebra import simplify
+from jaxnorm._rows.emit import emit
+from jaxnorm._rows.rules import Program, cached_program_of
+from jaxnorm._rows.schedule import (
+    DEVICES,
+    Device,
+    Phases,
+    Plan,
+    schedule,
+    shared_bytes,
+    with_fewer_blocks,
+)
+
+# Bytes of registers that a thread may spill, stores and loads together: a few cost less than fewer threads.
+SPILLS = 48
+VERSION = 1  # of the attributes' layout, which exported programs hold
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of the target `jaxnorm_row_program`.
+
+    Buffers are numbered: operands, then results, then scratch.
+
+    Attributes:
+      source: CUDA text with the kernel `row_program` and, where there is something to finish, `row_program_finish`.
+      threads: of a block.
+      shared_bytes: of a block's dynamic shared memory.
+      cluster: blocks of a cluster; 1 where there are no clusters.
+      rows_per_tile: rows that a block (or cluster) takes at a time.
+      blocks: 0 where each tile has a block (or cluster), otherwise how many there are at most.
+      chunk_multiple: in how many classes the tiles of persistent blocks must stay apart.
+      group_dims: how many leading row dimensions make groups whose sums over rows stay apart.
+      sizes: for each row dimension (buffer, dimension, divisor), or (-1, size, 1).
+      arguments: buffers that row_program takes.
+      scratch: shapes of the float32 results that follow the program's own.
+      finish: (blocks along x, blocks along z) of row_program_finish, or ().
+      finish_arguments: buffers that row_program_finish takes.
+      plan: the schedule, for people. The launcher needs nothing of it.
+    """
+
+    source: str
+    threads: int
+    shared_bytes: int
+    cluster: int
+    rows_per_tile: int
+    blocks: int
+    chunk_multiple: int
+    group_dims: int
+    sizes: tuple[tuple[int, int, int], ...]
+    arguments: tuple[int, ...]
+    scratch: tuple[tuple, ...]
+    finish: tuple[int, ...]
+    finish_arguments: tuple[int, ...]
+    plan: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def attributes(self) -> dict:
+        """The attributes of the FFI call."""
+
+        def integers(*values):
+            return np.array(values, np.int64).reshape(-1)
+
+        launch = (
+            self.threads, self.shared_bytes, self.cluster, self.rows_per_tile, self.blocks, self.chunk_multiple,
+            self.group_dims,
+        )  # fmt: skip
+        return {
+            "version": np.int64(VERSION),
+            "source": self.source,
+            "launch": integers(*launch),
+            "sizes": integers(*(x for size in self.sizes for x in size)),
+            "arguments": integers(*self.arguments),
+            "finish": integers(*self.finish),
+            "finish_arguments": integers(*self.finish_arguments),
+        }
+
+
+def device_here() -> Device:
+    """The GPU that row programs are compiled for. Without one they are lowered for one elsewhere."""
+    for name, architecture, multiprocessors, shared in launcher.gpus():
+        return Device(architecture, multiprocessors, shared, name)
+    return DEVICES[90]
+
+
+@cached_by_program
+def simplified(closed) -> Program:
+    """The program of a jaxpr, ready for a schedule."""
+    return simplify(cached_program_of(closed))
+
+
+def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
+    """The call that computes a jaxpr.
+
+    Args:
+      closed: a closed jaxpr without constants.
+      device: for which the schedule is made.
+      plan: the schedule, instead of the one that `schedule` chooses.
+
+    Raises:
+      NotARowProgram: if the jaxpr is none.
+    """
+    program = simplified(closed)
+    plan = plan or schedule(program, device)
+    phases = Phases(program)
+    inputs = sorted({n.attr[0] for n in phases.order if n.op in ("input", "input_at", "key")})
+    outputs = [program.count + o.number for o in program.outputs]
+    own = [b for b, o in zip(outputs, program.outputs, strict=True) if not o.after]
+    after = [b for b, o in zip(outputs, program.outputs, strict=True) if o.after]
+    first_scratch = program.count + len(outputs)
+    scratch = [first_scratch + i for i in range(len(phases.row_sums))]
+    group_dims = len(max((n.attr[0] for n in phases.row_sums), key=len, default=()))
+    blocks = plan.blocks * device.multiprocessors if plan.persistent else 0
+    shapes = tuple(_scratch_shape(n, program, plan, blocks, group_dims) for n in phases.row_sums)
+    return Call(
+        source=emit(program, plan),
+        threads=plan.threads,
+        shared_bytes=shared_bytes(program, plan),
+        cluster=plan.cluster,
+        rows_per_tile=plan.rows_per_tile,
+        blocks=blocks,
+        chunk_multiple=plan.vector if plan.shifted else 1,
+        group_dims=group_dims,
+        sizes=_sizes(program),
+        arguments=(*inputs, *own, *scratch),
+        scratch=shapes,
+        finish=(-(-program.width // 32), len(after)) if after else (),
+        finish_arguments=(*scratch, *after, *inputs) if after else (),
+        plan=plan,
+    )
+
+
+def compiled_row_call(
+    closed, device: Device, compiled: Callable, tuned: Callable = lambda program, source: None
+) -> Call:
+    """`row_call` with a schedule that was measured, or whose kernel does not spill registers, where there is one.
+
+    Args:
+      closed: a closed jaxpr without constants.
+      device: for which the schedule is made.
+      compiled: (source, architecture) -> `launcher.Compiled`.
+      tuned: (program, source under the schedule that `schedule` chooses) -> the plan that was measured, or None.
+    """
+    program = simplified(closed)
+    plan, best = schedule(program, device), None
+    call = row_call(closed, device, plan)
+    if measured := tuned(program, call.source):
+        return row_call(closed, device, measured)
+    while True:
+        spills = max(compiled(call.source, device.architecture).spill_bytes.values())
+        if best is None or spills < best[0]:
+            best = spills, call
+        if spills <= SPILLS or plan.blocks == 1:
+            return best[1]
+        plan = with_fewer_blocks(program, device, plan)
+        call = row_call(closed, device, plan)
+
+
+def _scratch_shape(row_sum, program, plan, blocks, group_dims) -> tuple:
+    """One partial result for each block and group; groups may be more than blocks."""
+    groups = math.prod(program.row_sizes[:group_dims])
+    known = isinstance(groups, int)
+    count = max(blocks, groups) if known else blocks + groups
+    words = row_sum.dtype.itemsize // 4
+    return (count * plan.cluster, words) if row_sum.attr[1] else (count, program.width * words)
+
+
+def _sizes(program) -> tuple[tuple[int, int, int], ...]:
+    sizes = []
+    for size, source in zip(program.row_sizes, program.sources, strict=True):
+        if source is not None:
+            sizes.append(source)
+        elif isinstance(size, int):
+            sizes.append((-1, size, 1))
+        else:
+            sizes.append(_from_results(program, size))
+    return tuple(sizes)
+
+
+def _from_results(program, size):
+    """Where a row dimension that no input has alone can be read: a result whose dimension it is."""
+    for o in program.outputs:
+        for dim, n in enumerate(o.shape):
+            if not isinstance(n, int) and n == size:
+                return program.count + o.number, dim, 1
+    raise ValueError(
+        f"fuse: the number of rows {size} must be a dimension of an argument or result"
+    )

@@ -1,0 +1,362 @@
+"""The CUDA text of a program under a plan.
+
+One kernel, `row_program`, goes through tiles of rows. For each row it runs the program's phases: a loop over the
+thread's slots, then an exchange between the threads that share the row. Sums over rows stay in each thread, are
+written as partial results, and the kernel `row_program_finish` adds those up.
+"""
+
+import contextlib
+import functools
+import pathlib
+
+from jaxnorm._rows.emit_reductions import Reductions
+from jaxnorm._rows.emit_sums import Finish, Sums
+from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.expressions import (
+    accumulator,
+    c_type,
+    combined,
+    element,
+    expression,
+    identity,
+)
+from jaxnorm._rows.graph import FLOAT, Node
+from jaxnorm._rows.rules import Program, compute_dtype
+from jaxnorm._rows.schedule import (
+    Plan,
+)
+from jaxnorm._rows.text import product
+
+
+@functools.cache
+def preamble() -> str:
+    """What stands in front of the kernels."""
+    here = pathlib.Path(__file__).parent
+    return "".join((here / name).read_text() for name in ("machine.cuh", "functions.cuh"))
+
+
+def emit(program: Program, plan: Plan) -> str:
+    """The CUDA text of `row_program` and, where there are sums over rows, `row_program_finish`."""
+    return preamble() + _Emitter(program, plan).text()
+
+
+class _Emitter(Sums, Reductions):
+    """The kernel as a whole: its rows, and its phases."""
+
+    def text(self) -> str:
+        self._check()
+        self.w("")
+        self.w(f"// {self.plan}")
+        bounds = f"__launch_bounds__({self.plan.threads}, {self.plan.blocks})"
+        cluster = f"__cluster_dims__({self.plan.cluster}, 1, 1) " if self.plan.cluster > 1 else ""
+        with self.w.block(
+            f'extern "C" __global__ void {cluster}{bounds} row_program({self._parameters()})'
+        ):
+            self._begin()
+            if self.plan.persistent:
+                with self.w.block(
+                    "for (int tile = chunk, turn = 0; tile < tiles; tile += chunks, ++turn)"
+                ):
+                    self._tile()
+            else:
+                self.w("const int tile = chunk;")
+                self._tile()
+            self._write_partial_sums()
+            if self.plan.cluster > 1:
+                self.w("cluster_sync();  // no block may end while others write to its memory")
+        if self.phases.row_sums:
+            Finish(self).emit()
+        return "\n".join(self.w.lines) + "\n"
+
+    def _check(self):
+        for node in self.phases.order:
+            if node.after and node.op != "row_sum":
+                for a in node.args:
+                    if a.op == "reduce" or a.op == "random":
+                        raise NotARowProgram(
+                            "a sum over rows", "is mixed with what each row has by itself"
+                        )
+        for output in self.program.outputs:
+            if (
+                output.after
+                and output.layout.columns is None
+                and any(n.column for n in output.nodes)
+            ):
+                raise NotARowProgram(
+                    f"result {output.number}", "is a sum over rows that lost its columns"
+                )
+
+    def _parameters(self) -> str:
+        parameters = [f"const char* __restrict__ in{n}" for n in self.used_inputs()]
+        parameters += [
+            f"char* __restrict__ out{o.number}" for o in self.program.outputs if not o.after
+        ]
+        parameters += [
+            f"{c_type(n.dtype)}* __restrict__ sums{n.number}" for n in self.phases.row_sums
+        ]
+        return ", ".join([*parameters, *self.scalars()])
+
+    def _begin(self):
+        plan, w = self.plan, self.w
+        lanes = plan.lanes if plan.lanes <= 32 and plan.cluster == 1 else plan.threads
+        w(
+            f"const int thread = threadIdx.x, lane = thread % {min(lanes, plan.threads)}, group = thread / {lanes};"
+        )
+        w("const int warp = thread / 32, lane_of_warp = thread % 32;")
+        if plan.cluster > 1:
+            w(
+                f"const int rank = blockIdx.x % {plan.cluster}, member = blockIdx.x / {plan.cluster};"
+            )
+        else:
+            w("const int rank = 0, member = blockIdx.x;")
+        w(
+            f"const int start = rank * {self.part}, here = min_of({self.part}, {self.slots} - start);  // of the slots"
+        )
+        if self.memory.total > 128:
+            w("char* const shared = dynamic_shared();")
+        w("const u32 rows = (u32)all_rows;")
+        w(
+            f"const u32 group_rows = {product(self.sizes[self.group_dims :]) if self.group_dims else 'rows'};"
+        )
+        w(
+            f"const int tiles = (int)((group_rows + {plan.rows_per_tile - 1}u) / {plan.rows_per_tile}u);"
+        )
+        w("const int chunk = member % chunks;")
+        w("const u32 first_row = (u32)(member / chunks) * group_rows;")
+        w(
+            "(void)group, (void)warp, (void)lane_of_warp, (void)here, (void)lane, (void)tiles, (void)rows;"
+        )
+        if plan.shifted:
+            # Rows of a persistent block lie on the grid alike: chunks are a multiple of the vector.
+            w(
+                f"const int shift = (int)(((u64)(first_row + chunk) * {self.program.width}u) % {plan.vector}u);"
+            )
+        if plan.source == "ring":
+            self._ring()
+        self._row_values(lambda n: not n.row, "values that all rows share", rows=(0,))
+        self._sums_to_zero()
+        self._hoist()
+
+    def _tile(self):
+        plan, w = self.plan, self.w
+        if plan.source == "ring":
+            w(f"const int stage = turn % {plan.stages};")
+            w(f"const char* const staged = shared + stage * {self.stage_bytes};")
+            w(f"barrier_wait(filled + stage, (turn / {plan.stages}) & 1);")
+        if plan.passes > 1:
+            with w.block(f'_Pragma("unroll 1") for (int pass = 0; pass < {plan.passes}; ++pass)'):
+                self._rows_of_a_pass()
+        else:
+            self._rows_of_a_pass()
+        if plan.source == "ring":
+            w("__syncthreads();  // the stage has been read")
+            w(
+                f"if (const int next = tile + {plan.stages} * chunks; thread == 0 && next < tiles) fetch(next, stage);"
+            )
+
+    def _rows_of_a_pass(self):
+        plan, w = self.plan, self.w
+        for u in self.rows:
+            number = f"tile * {plan.rows_per_tile}u"
+            if plan.groups > 1:
+                number += f" + group * {plan.rows_at_once * plan.passes}u"
+            if plan.passes > 1:
+                number += f" + pass * {plan.rows_at_once}u"
+            number += f" + {u}u" if u else ""
+            if self.ragged:
+                w(f"const u32 {self.row('number', u)} = {number};")
+                w(f"const bool {self.row('valid', u)} = {self.row('number', u)} < group_rows;")
+                number = f"({self.row('valid', u)} ? {self.row('number', u)} : group_rows - 1u)"
+            w(f"const u32 {self.row('row', u)} = first_row + {number};")
+        done = set(self.done)
+        self._row_pointers()
+        self._row_values(lambda n: n.level == 0, "values of the row")
+        self._load_rows()
+        for phase in range(self.phases.count):
+            self._phase(phase)
+        self._store_row_results()
+        self.done = done
+
+    def _phase(self, number):
+        plan, w = self.plan, self.w
+        self._row_values(lambda n: n.level <= number, "values of the row, from its reductions")
+        reductions, last = self.phases.reductions[number], number == self.levels
+        if (
+            last
+            and not self.evaluated[number]
+            and not self.phases.wholes
+            and not self.phases.row_sums
+        ):
+            return
+        results = [f"out{o.number}" for o in self.phases.wholes] if last else []
+        results += [f"sums{n.number}" for n in self.phases.row_sums] if last else []
+        what = ", ".join(
+            [f"{n.attr[0].replace('_', ' ')} {n.number}" for n in reductions] + results
+        )
+        w("")
+        w(f"// phase {number + 1} of {self.phases.count}: {what}")
+        for n in reductions:
+            for u in self.rows:
+                w(f"{c_type(accumulator(n))} {self._acc(n, u)} = {identity(n)};")
+                if self._packed(n):
+                    lowest = "0xff80ff80u" if self._packed(n) == "bfloat16" else "0xfc00fc00u"
+                    w(f"u32 {self._pair(n, u)} = {lowest};")
+        if number == 0:
+            for k in sorted(plan.keep):
+                node = next(n for n in self.phases.order if n.number == k)
+                for u in self.rows:
+                    self._declare_kept(node, u)
+        elif plan.source != "stream":
+            self._forget()
+        maxima = self._maxima(reductions)
+        if plan.rounds > 1 or plan.source == "stream":
+            with w.block(
+                f'_Pragma("unroll 1") for (int round = 0; round < {plan.rounds}; ++round)'
+            ):
+                self._passes_over_slots(number, reductions, maxima, last, hold=True)
+        else:
+            self._passes_over_slots(number, reductions, maxima, last, hold=False)
+        if reductions:
+            self._exchange(number, reductions, maxima)
+
+    def _passes_over_slots(self, number, reductions, maxima, last, hold):
+        """One loop over the slots, or two where sums need the thread's maximum first."""
+        plan, w = self.plan, self.w
+        held = [x for x in self.loads if self.program.inputs[x[0]].whole] if hold else []
+        needed = {n.attr for n in self.evaluated[number] if n.op == "input"}
+        held = [x for x in held if x in needed]
+        for load in held:
+            for u in self.rows:
+                w(
+                    f"u32 {self.row(self.raw(load), u)}[{plan.slots}][{self._words(self.program.inputs[load[0]])}];"
+                )
+        if held:
+            with self._over_slots():
+                for u in self.rows:
+                    for load in held:
+                        self._load(load, u, f"{self.row(self.raw(load), u)}[k]")
+        loaded = {*held, *self._held_loads}
+        if not maxima:
+            self._slots(self.evaluated[number], reductions, last, loaded)
+            return
+        first = {n: False for n in _closure([a for m in maxima for a in m.args])}
+        if hold:
+            for n in maxima:
+                for u in self.rows:
+                    w(f"const float {self._old(n, u)} = {self._maximum(n, u)};")
+        self._slots(first, maxima, False, loaded, keep=False)
+        for n in maxima:
+            for u in self.rows:
+                if self._packed(n):
+                    w(f"{self._acc(n, u)} = {self._maximum(n, u)};")
+                # Below -inf there is nothing: any finite shift is as good.
+                w(
+                    f"const float {self._local(n, u)} = {self._acc(n, u)} == -INFINITE ? 0.f : {self._acc(n, u)};"
+                )
+                if hold:
+                    with w.block():
+                        self._rescale(n, u, reductions, self._old(n, u), self._acc(n, u))
+        self._forget_loaded(loaded)
+        self._slots(
+            self.evaluated[number], [n for n in reductions if n not in maxima], last, loaded
+        )
+
+    def _slots(self, nodes, reductions, last, loaded, keep=True):
+        """The loop over slots that computes these nodes and feeds these reductions."""
+        plan, w = self.plan, self.w
+        items = sorted(nodes.items(), key=lambda item: self.order[item[0]])
+        packed = [n for n in reductions if self._packed(n)]
+        fed = [n for n in reductions if not self._packed(n)]
+        used_otherwise = {a for n, from_registers in items if not from_registers for a in n.args}
+        used_otherwise |= {a for n in fed for a in n.args}
+        if last:
+            used_otherwise |= set(self.phases.targets[-1])
+        only_packed = {a for n in packed for a in n.args} - used_otherwise
+        inputs = [n for n, from_registers in items if n.op == "input" and not from_registers]
+        with self._over_slots():
+            shared = [n.attr for n in inputs if n.attr not in loaded and self._shared(n.attr)]
+            for load in shared:
+                self._slot_words(load, 0, loaded)
+            for u in self.rows:
+                with w.block() if plan.rows_at_once > 1 else contextlib.nullcontext():
+                    for n in inputs:
+                        if n.attr not in shared:
+                            self._slot_words(n.attr, u, loaded)
+                    for n in packed:
+                        self._feed_packed(n, u)
+                    outputs = self.phases.wholes if last else []
+                    for o in outputs:
+                        for panel in range(len(o.nodes)):
+                            w(
+                                f"{c_type(compute_dtype(o.dtype))} result{o.number}_{panel}[{plan.vector}];"
+                            )
+                    with w.block(f"UNROLL for (int v = 0; v < {plan.vector}; ++v)"):
+                        self._element(items, only_packed, fed, outputs, last, u, keep)
+                    for o in outputs:
+                        self._store(o, u)
+
+    def _element(self, items, only_packed, fed, outputs, last, u, keep):
+        plan, w = self.plan, self.w
+        inside = "inside" if plan.shifted else ""
+        needs_inside = plan.shifted and (fed or (last and self.phases.row_sums))
+        if needs_inside:
+            w(f"const bool inside = !edge || (u32)(first + v) < {self.program.width}u;")
+        for n, from_registers in items:
+            if n.op == "literal" or n in only_packed:
+                continue
+            this = self.name(n, u)
+            if from_registers:
+                w(f"const {c_type(n.dtype)} {this} = {self._read_kept(n, u)};")
+                continue
+            w(f"const {c_type(n.dtype)} {this} = {self._element_value(n, u)};")
+            if keep and n.number in plan.keep:
+                self._keep(n, u)
+        for n in fed:
+            for a in n.args:
+                new = combined(n, self._acc(n, u), f"({c_type(accumulator(n))}){self.name(a, u)}")
+                w(f"{f'if ({inside}) ' if inside else ''}{self._acc(n, u)} = {new};")
+        if last:
+            self._add_to_sums(u, inside)
+            for o in outputs:
+                for panel, n in enumerate(o.nodes):
+                    w(f"result{o.number}_{panel}[v] = {self.name(n, u)};")
+
+    def _element_value(self, n, u) -> str:
+        name = functools.partial(self.name, u=u)
+        if n.op == "input":
+            i = self.program.inputs[n.attr[0]]
+            words = f"w{self.raw(n.attr)[1:]}"
+            return (
+                f"(({words}[0] >> v) & 1u) != 0" if i.layout.bits else element(i.dtype, words, "v")
+            )
+        if n.op == "iota":
+            return f"({c_type(n.dtype)})(first + v + {n.attr})"
+        if n.op == "random":
+            return self._random(n, u, self.row("row", u), "first + v", self.name)
+        if n.op == "local_exp":
+            x, local = name(n.args[0]), self._local(n.attr, u)
+            if self.fast:
+                return f"exp2_fast(fmaf({x}, 1.442695041f, -1.442695041f * {local}))"
+            return f"expf({x} - {local})"
+        if n.op == "local_distance":
+            return f"({name(n.args[0])} - {self._local(n.attr, u)})"
+        if (
+            n.op == "exp"
+            and self.fast
+            and n.dtype == FLOAT
+            and n.args[0].op == "sub"
+            and not n.args[0].args[1].column
+        ):
+            x, shift = (name(a) for a in n.args[0].args)
+            return f"exp2_fast(fmaf({x}, 1.442695041f, -1.442695041f * {shift}))"
+        return expression(n, [name(a) for a in n.args], self.fast)
+
+
+def _closure(nodes) -> set[Node]:
+    found, stack = set(), [n for n in nodes if n.column]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [a for a in node.args if a.column]
+    return found

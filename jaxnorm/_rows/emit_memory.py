@@ -1,0 +1,501 @@
+"""The parts of a kernel that move data: what a kernel is made from, loads, stores, and what stays in registers."""
+
+import contextlib
+import math
+
+from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.expressions import (
+    c_type,
+    element,
+    expression,
+    literal,
+    words_of,
+)
+from jaxnorm._rows.graph import BOOL, Node
+from jaxnorm._rows.rules import Input, Output, Program
+from jaxnorm._rows.schedule import (
+    Phases,
+    Plan,
+    in_row_order,
+    part_slots,
+    row_pitch,
+    shared_memory,
+    slot_count,
+    stage_layout,
+    staged_inputs,
+)
+from jaxnorm._rows.text import Strides, Writer, addresses, row_index
+
+
+class Base:
+    """A program, its plan, and the names of values in the text."""
+
+    def __init__(self, program: Program, plan: Plan):
+        self.program, self.plan = program, plan
+        self.phases = Phases(program)
+        self.w = Writer()
+        self.order = {n: i for i, n in enumerate(self.phases.order)}
+        self.sizes = [n if isinstance(n, int) else f"d{k}" for k, n in enumerate(program.row_sizes)]
+        self.evaluated = self.phases.evaluated(plan.keep)
+        self.rows = range(plan.rows_at_once)
+        self.wholes = [program.inputs[n] for n in self.phases.inputs(whole=True)]
+        self.columns = [program.inputs[n] for n in self.phases.inputs(whole=False)]
+        self.staged = staged_inputs(program, self.phases) if plan.source == "ring" else []
+        self.stage_offsets, self.stage_bytes = stage_layout(program, plan, self.phases)
+        self.memory = shared_memory(program, plan)
+        self.slots, self.part = slot_count(program, plan), part_slots(program, plan)
+        stored = [i.dtype for i in self.wholes] + [o.dtype for o in self.phases.wholes]
+        self.fast = bool(stored) and all(d.itemsize <= 2 for d in stored)
+        self.group_dims = len(max((n.attr[0] for n in self.phases.row_sums), key=len, default=()))
+        self.levels = self.phases.count - 1
+        self.done: set[Node] = set()
+        #: what is loaded as (input, panel, backwards)
+        self.loads = sorted({n.attr for n in self.phases.order if n.op == "input" and n.column})
+
+    def name(self, node: Node, u: int = 0) -> str:
+        if node.op == "literal":
+            return literal(node.attr, node.dtype)
+        several = self.plan.rows_at_once > 1 and node.row and not node.column
+        return f"{node.op}_{node.number}{f'_{u}' if several else ''}"
+
+    def row(self, name: str, u: int) -> str:
+        return f"{name}_{u}" if self.plan.rows_at_once > 1 else name
+
+    @staticmethod
+    def raw(load) -> str:
+        number, panel, backwards = load
+        return f"x{number}_{panel}{'r' if backwards else ''}"
+
+    def used_inputs(self) -> list[int]:
+        """Numbers of the inputs that the kernels read."""
+        return sorted(
+            {n.attr[0] for n in self.phases.order if n.op in ("input", "input_at", "key")}
+        )
+
+    def scalars(self) -> list[str]:
+        return ["long long all_rows", "int chunks", *(f"int d{k}" for k in range(len(self.sizes)))]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a tile may have fewer rows than the others."""
+        inner = self.sizes[max(1, self.group_dims) :]
+        known = (
+            math.prod(n for n in inner if isinstance(n, int))
+            if all(isinstance(n, int) for n in inner)
+            else 1
+        )
+        return known % self.plan.rows_per_tile != 0
+
+    @property
+    def _exp(self) -> str:
+        return "fast_exp" if self.fast else "expf"
+
+    def _place(self) -> str:
+        return f"(k * {self.plan.vector} + v)"
+
+
+class Memory(Base):
+    """Loads of rows and columns, the ring of stages, stores, and values that stay in registers."""
+
+    def _row_values(self, wanted, comment, rows=None):
+        """Declares what is one number for a row and can be computed now."""
+        pending = [
+            n
+            for n in self.phases.order
+            if not n.column and n.op not in ("literal", "reduce", "row_sum") and n not in self.done
+            and not n.after and wanted(n)
+        ]  # fmt: skip
+        ready = []
+        for n in pending:
+            if all(a in self.done or a.op == "literal" for a in n.args):
+                self.done.add(n)
+                ready.append(n)
+        if ready:
+            self.w(f"// {comment}")
+        for n in ready:
+            for u in self.rows if n.row and rows is None else (0,):
+                self.row_value(n, u, self.row("row", u), self.name)
+
+    def row_value(self, n: Node, u: int, row: str, name):
+        """Declares a node that is one number for a row."""
+        w, this = self.w, name(n, u)
+        if n.op == "input":
+            i = self.program.inputs[n.attr[0]]
+            self._load_one(n, i, this, addresses(self.program, i.layout, row))
+        elif n.op == "input_at":
+            i = self.program.inputs[n.attr[0]]
+            column = (
+                f"min_of(max_of((long long){name(n.args[0], u)}, 0ll), {self.program.width - 1}ll)"
+            )
+            offset = n.attr[1] * self.program.width
+            self._load_one(
+                n, i, this, f"{addresses(self.program, i.layout, row)} + {offset} + (u64){column}"
+            )
+        elif n.op == "key":
+            number, word = n.attr
+            at = addresses(self.program, self.program.inputs[number].layout, row)
+            w(f"const u32 {this} = __ldg((const u32*)in{number} + {at} + {word});")
+        elif n.op == "row_index":
+            w(
+                f"const {c_type(n.dtype)} {this} = ({c_type(n.dtype)}){row_index(self.sizes, row, n.attr, n.attr)};"
+            )
+        elif n.op == "random":
+            w(f"const {c_type(n.dtype)} {this} = {self._random(n, u, row, '0', name)};")
+        else:
+            args = [name(a, u) for a in n.args]
+            w(f"const {c_type(n.dtype)} {this} = {expression(n, args, self.fast)};")
+
+    def _random(self, n, u, row, column, name) -> str:
+        strides, offset = n.attr
+        bits = 64 if n.dtype.itemsize == 8 else 32
+        keys = ", ".join(name(a, u) for a in n.args)
+        base = " + ".join(
+            f"(u64){row_index(self.sizes, row, k, k)} * {stride}" for k, stride in strides
+        )
+        layout_like = [(k, s) for k, s in strides]
+        if layout_like and all(isinstance(s, int) for _, s in layout_like):
+            base = addresses(self.program, Strides(tuple(layout_like)), row)
+        return f"random_bits{bits}({keys}, {base or '0'} + (u64)({column} + {offset}))"
+
+    def _ring(self):
+        plan, w = self.plan, self.w
+        w(f"u64* const filled = (u64*)(shared + {self.memory.barriers});  // one barrier a stage")
+        with w.block("auto fetch = [&](int tile, int stage)"):
+            w(f"const u32 first = (u32)tile * {plan.rows_per_tile}u;")
+            w(f"const u32 count = min_of({plan.rows_per_tile}u, group_rows - first);")
+            if plan.shifted:
+                self._fetch_shifted()
+            else:
+                row_bytes = sum(
+                    i.panels * self.program.width * i.dtype.itemsize for i in self.staged
+                )
+                slot_bytes = sum(i.panels * plan.vector * i.dtype.itemsize for i in self.staged)
+                part = f"{row_bytes}u" if plan.cluster == 1 else f"here * {slot_bytes}u"
+                w(f"barrier_expect(filled + stage, count * {part});")
+                for i in self.staged:
+                    self._fetch(i)
+        w.lines[-1] += ";"
+        with w.block("if (thread == 0)"):
+            w(f"for (int stage = 0; stage < {plan.stages}; ++stage) barrier_init(filled + stage);")
+            w("barriers_ready();")
+        w("__syncthreads();" if plan.cluster == 1 else "cluster_sync();")
+        with w.block("if (thread == 0)"):
+            with w.block(
+                f"for (int stage = 0; stage < {plan.stages} && chunk + stage * chunks < tiles; ++stage)"
+            ):
+                w("fetch(chunk + stage * chunks, stage);")
+
+    def _fetch_shifted(self):
+        """Copies rows that begin anywhere: whole units of 16 bytes around them, but none beyond the array's end."""
+        w, width = self.w, self.program.width
+        w("const u64 place = (u64)(first_row + first);")
+        for i in self.staged:
+            size, n = i.dtype.itemsize, i.number
+            w(
+                f"const u64 begin{n} = place * {width * size}u / 16 * 16, end{n} = (place + count) * {width * size}u;"
+            )
+            w(
+                f"const u64 above{n} = min_of((end{n} + 15) / 16 * 16, (u64)rows * {width * size}u / 16 * 16);"
+            )
+        total = " + ".join(f"(above{i.number} - begin{i.number})" for i in self.staged)
+        w(f"barrier_expect(filled + stage, (u32)({total}));")
+        for i in self.staged:
+            n = i.number
+            to = f"shared + stage * {self.stage_bytes} + {self.stage_offsets[n]}"
+            w(f"bulk_load({to}, in{n} + begin{n}, (u32)(above{n} - begin{n}), filled + stage);")
+
+    def _fetch(self, i: Input):
+        plan, w, size = self.plan, self.w, i.dtype.itemsize
+        pitch = row_pitch(self.program, self.plan, i)
+        to = f"shared + stage * {self.stage_bytes} + {self.stage_offsets[i.number]}"
+        if plan.cluster == 1 and in_row_order(i.layout, self.program.row_sizes):
+            start = addresses(self.program, i.layout, "(first_row + first)")
+            w(
+                f"bulk_load({to}, in{i.number} + ({start}) * {size}, count * {pitch}u, filled + stage);"
+            )
+            return
+        with w.block("for (u32 k = 0; k < count; ++k)"):
+            start = addresses(self.program, i.layout, "(first_row + first + k)")
+            w(f"const char* const from = in{i.number} + ({start}) * {size};")
+            if plan.cluster == 1:
+                w(f"bulk_load({to} + k * {pitch}u, from, {pitch}u, filled + stage);")
+                return
+            bytes_of_slot = plan.vector * size
+            for panel in range(i.panels):
+                at = f"from + {panel * self.program.width * size} + start * {bytes_of_slot}"
+                place = f"{to} + k * {pitch}u + {panel * self.part * bytes_of_slot}"
+                w(f"bulk_load({place}, {at}, here * {bytes_of_slot}u, filled + stage);")
+
+    def _row_pointers(self):
+        w = self.w
+        staged = {i.number for i in self.staged}
+        if self.plan.shifted and staged:
+            # The last row of the array is copied without its last bytes.
+            w(f"const int copied = {self.program.width} - (row == rows - 1 ? 16 : 0);")
+            for i in self.staged:
+                row_bytes = self.program.width * i.dtype.itemsize
+                w(f"const int place_of_in{i.number} = (int)((u64)row * {row_bytes}u % 16);")
+        for i in [*self.wholes, *self.columns]:
+            if (i.number in staged and not self.plan.shifted) or (not i.whole and self._hoisted(i)):
+                continue
+            for u in self.rows if i.whole or not self._alike(i) else (0,):
+                offset = addresses(self.program, i.layout, self.row("row", u))
+                scale = (
+                    " / 8"
+                    if i.layout.bits
+                    else f" * {i.dtype.itemsize}"
+                    if i.dtype.itemsize > 1
+                    else ""
+                )
+                if i.layout.bits:  # its strides count bytes
+                    scale = ""
+                w(
+                    f"const char* const {self.row(f'row_of_in{i.number}', u)} = in{i.number} + ({offset}){scale};"
+                )
+        for o in self.phases.wholes:
+            for u in self.rows:
+                offset = addresses(self.program, o.layout, self.row("row", u))
+                scale = "" if o.layout.bits else f" * {o.dtype.itemsize}"
+                w(
+                    f"char* const {self.row(f'row_of_out{o.number}', u)} = out{o.number} + ({offset}){scale};"
+                )
+
+    def _alike(self, i: Input) -> bool:
+        """Whether a column operand is the same for all rows that are worked on at once."""
+        together = self.plan.rows_at_once
+        for k in i.layout.rows:
+            inner = self.sizes[k + 1 :]
+            if together > 1 and (
+                not all(isinstance(n, int) for n in inner)
+                or math.prod(inner) % together
+                or math.prod(inner) == 1
+            ):
+                return False
+        return True
+
+    def _hoisted(self, i: Input) -> bool:
+        """Whether a column operand is loaded once for all rows of the block."""
+        return self.plan.hoist and all(k < self.group_dims for k in i.layout.rows)
+
+    @property
+    def whole_rounds(self) -> bool:
+        """Whether all slots that threads count exist."""
+        plan = self.plan
+        return plan.rounds * plan.slots * plan.lanes * plan.cluster == self.slots
+
+    @contextlib.contextmanager
+    def _over_slots(self, edges=True, staged=True):
+        """A loop over the thread's slots: `first` is the slot's first column, `edge` whether part of it is outside."""
+        plan, w = self.plan, self.w
+        with w.block(f"UNROLL for (int k = 0; k < {plan.slots}; ++k)"):
+            turn = f"(round * {plan.slots} + k)" if plan.rounds > 1 else "k"
+            w(f"const int slot = {turn} * {plan.lanes} + lane;")
+            guard = contextlib.nullcontext() if self.whole_rounds else w.block("if (slot < here)")
+            with guard:
+                shift = " - shift" if plan.shifted else ""
+                w(f"const int first = (start + slot) * {plan.vector}{shift};")
+                if plan.shifted and edges:
+                    # Of the unrolled slots, the first and the last ones alone are compiled with a test.
+                    clipped = staged and bool(self.staged)
+                    end = self.program.width - (16 if clipped else 0)
+                    last = end // plan.vector // plan.lanes
+                    inside = (
+                        f"first >= 0 && first + {plan.vector} <= {'copied' if clipped else end}"
+                    )
+                    w(f"const bool edge = ({turn} == 0 || {turn} >= {last}) && !({inside});")
+                w("(void)first;")
+                yield
+
+    def _load(self, load, u, target):
+        """Fills `target` with the words of a slot."""
+        number, panel, backwards = load
+        i, plan, w = self.program.inputs[number], self.plan, self.w
+        size, width = i.dtype.itemsize, self.program.width
+        alike = not i.whole and self._alike(i)
+        row = self.row(f"row_of_in{number}", 0 if alike else u)
+        if not i.whole and self._hoisted(i):
+            row = f"(in{number} + ({addresses(self.program, i.layout, 'first_row')}) * {size})"
+        if i.layout.bits:
+            w(f"load<1>({target}, {row} + {panel * width // 8} + first / 8);")
+            return
+        if i in self.staged:
+            group = f"(group * {plan.rows_at_once * plan.passes} + " if plan.groups > 1 else "("
+            which = f"{group}{f'pass * {plan.rows_at_once} + ' if plan.passes > 1 else ''}{u})"
+            place = (
+                panel
+                * (self.part if plan.cluster > 1 else width // plan.vector)
+                * plan.vector
+                * size
+            )
+            at = f"staged + {self.stage_offsets[number] + place} + {which} * {row_pitch(self.program, self.plan, i)}"
+            if plan.shifted:
+                # What lies at the row's ends comes from memory itself.
+                whole = f"load_shared<{plan.vector * size}>({target}, {at} + place_of_in{number} + first * {size});"
+                w(
+                    f"if (edge) load_elements<{size}, {plan.vector}>({target}, {row}, first, 1, {width}); else {whole}"
+                )
+            else:
+                w(
+                    f"load_shared<{plan.vector * size}>({target}, {at} + slot * {plan.vector * size});"
+                )
+            return
+        row = f"{row} + {panel * width * size}" if panel else row
+        one_by_one = f"load_elements<{size}, {plan.vector}>({target}, {row}, "
+        if backwards:
+            w(f"{one_by_one}{width - 1} - first, -1, {width});")
+        elif plan.shifted and not i.whole:
+            inside = f"load_inside<{size}, {plan.vector}>({target}, {row}, first);"
+            w(f"if (edge) {one_by_one}first, 1, {width}); else {inside}")
+        else:
+            load = f"load<{plan.vector * size}>({target}, {row} + (long long)first * {size});"
+            w(f"if (edge) {one_by_one}first, 1, {width}); else {load}" if plan.shifted else load)
+
+    def _words(self, i: Input) -> int:
+        return 1 if i.layout.bits else max(1, self.plan.vector * i.dtype.itemsize // 4)
+
+    @property
+    def _held_loads(self):
+        """What is loaded into registers before the phases."""
+        if self.plan.source == "stream":
+            return []
+        held = [x for x in self.loads if self.program.inputs[x[0]].whole]
+        if self.plan.hold_shared:
+            held = [x for x in held if self.program.inputs[x[0]].layout.bits]
+        return held
+
+    def _load_rows(self):
+        plan, w = self.plan, self.w
+        if not self._held_loads:
+            return
+        for load in self._held_loads:
+            for u in self.rows:
+                w(
+                    f"u32 {self.row(self.raw(load), u)}[{plan.slots}][{self._words(self.program.inputs[load[0]])}];"
+                )
+        with self._over_slots():
+            for u in self.rows:
+                for load in self._held_loads:
+                    self._load(load, u, f"{self.row(self.raw(load), u)}[k]")
+
+    def _hoist(self):
+        plan, w = self.plan, self.w
+        hoisted = [
+            x
+            for x in self.loads
+            if not self.program.inputs[x[0]].whole and self._hoisted(self.program.inputs[x[0]])
+        ]
+        if not hoisted:
+            return
+        w("// operands that all rows of this block share")
+        for load in hoisted:
+            w(f"u32 {self.raw(load)}[{plan.slots}][{self._words(self.program.inputs[load[0]])}];")
+        with self._over_slots(staged=False):
+            for load in hoisted:
+                self._load(load, 0, f"{self.raw(load)}[k]")
+
+    def _shared(self, load) -> bool:
+        i = self.program.inputs[load[0]]
+        return not i.whole and self._alike(i) and not self._hoisted(i)
+
+    def _slot_words(self, load, u, loaded):
+        """Declares `w<input>_<panel>`, the words of this slot."""
+        i = self.program.inputs[load[0]]
+        name = f"w{self.raw(load)[1:]}"
+        if load in loaded:
+            self.w(f"const u32* const {name} = {self.row(self.raw(load), u)}[k];")
+        elif not i.whole and self._hoisted(i):
+            self.w(f"const u32* const {name} = {self.raw(load)}[k];")
+        else:
+            self.w(f"u32 {name}[{self._words(i)}];")
+            self._load(load, u, name)
+
+    def _load_one(self, n, i, this, offset):
+        if i.layout.bits:
+            raise NotARowProgram("an array of bits", "has no single element that could be loaded")
+        size = i.dtype.itemsize
+        self.w(f"u32 words_{this}[{max(1, size // 4)}];")
+        self.w(f"load<{size}>(words_{this}, in{i.number} + ({offset}) * {size});")
+        self.w(f"const {c_type(n.dtype)} {this} = {element(i.dtype, f'words_{this}', '0')};")
+
+    def _declare_kept(self, n, u):
+        count = self.plan.slots * self.plan.vector
+        if n.dtype == BOOL:
+            self.w(f"u32 {self._kept(n, u)}[{-(-count // 32)}] = {{}};")
+        else:
+            self.w(f"{c_type(n.dtype)} {self._kept(n, u)}[{count}];")
+
+    def _kept(self, n, u) -> str:
+        return self.row(f"kept_{n.number}", u)
+
+    def _keep(self, n, u):
+        if n.dtype == BOOL:
+            self.w(
+                f"{self._kept(n, u)}[{self._place()} / 32] |= (u32){self.name(n, u)} << ({self._place()} % 32);"
+            )
+        else:
+            self.w(f"{self._kept(n, u)}[{self._place()}] = {self.name(n, u)};")
+
+    def _read_kept(self, n, u) -> str:
+        if n.dtype == BOOL:
+            return f"({self._kept(n, u)}[{self._place()} / 32] >> ({self._place()} % 32)) & 1u"
+        return f"{self._kept(n, u)}[{self._place()}]"
+
+    def _forget(self):
+        """Keeps the compiler from keeping, in registers that are not there, what is computed again in each phase."""
+        self._forget_loaded(self._held_loads)
+        if self.plan.hold_shared and self.plan.lanes <= 32 and self.plan.cluster == 1:
+            self.w("forget_memory();")
+
+    def _forget_loaded(self, loaded):
+        for load in sorted(loaded):
+            for u in self.rows:
+                name, words = self.row(self.raw(load), u), self._words(self.program.inputs[load[0]])
+                loops = f"UNROLL for (int k = 0; k < {self.plan.slots}; ++k) UNROLL for (int j = 0; j < {words}; ++j)"
+                self.w(f"{loops} forget({name}[k][j]);")
+
+    def _condition(self, o: Output, u, extra=()) -> str:
+        """Which rows write a result: the valid ones; of rows that share an element, the first."""
+        missing = [k for k in range(len(self.sizes)) if k not in o.layout.rows]
+        parts = [*extra, *([self.row("valid", u)] if self.ragged else [])]
+        if len(missing) == len(self.sizes) and missing:
+            parts.append(f"{self.row('row', u)} == 0")
+        else:
+            parts += [f"{row_index(self.sizes, self.row('row', u), k, k)} == 0" for k in missing]
+        return " && ".join(parts)
+
+    def _store(self, o: Output, u):
+        plan, w, size = self.plan, self.w, o.dtype.itemsize
+        condition = self._condition(o, u)
+        row = self.row(f"row_of_out{o.number}", u)
+        with w.block(f"if ({condition})") if condition else contextlib.nullcontext():
+            for panel in range(len(o.nodes)):
+                values = [f"result{o.number}_{panel}[{v}]" for v in range(plan.vector)]
+                words = f"words{o.number}_{panel}"
+                if o.layout.bits:
+                    byte = " | ".join(f"((u32){x} << {v})" for v, x in enumerate(values))
+                    w(f"const u32 {words}[1] = {{{byte}}};")
+                    w(f"store<1>({row} + {panel * self.program.width // 8} + first / 8, {words});")
+                    continue
+                held = ", ".join(words_of(o.dtype, values))
+                w(f"const u32 {words}[{max(1, plan.vector * size // 4)}] = {{{held}}};")
+                to = f"{row} + {panel * self.program.width * size} + (long long)first * {size}"
+                store = f"store<{plan.vector * size}>({to}, {words});"
+                if plan.shifted:
+                    edge = f"store_edge<{size}, {plan.vector}>({to}, {words}, first, {self.program.width});"
+                    store = f"if (edge) {edge} else {store}"
+                w(store)
+
+    def _store_row_results(self):
+        w = self.w
+        self._row_values(lambda n: True, "values of the row, from its reductions")
+        for o in self.program.outputs:
+            if o.after or o.layout.columns is not None:
+                continue
+            size = o.dtype.itemsize
+            for u in self.rows:
+                extra = ["lane == 0", *(["rank == 0"] if self.plan.cluster > 1 else [])]
+                with w.block(f"if ({self._condition(o, u, extra)})"):
+                    words = ", ".join(words_of(o.dtype, [self.name(o.nodes[0], u)]))
+                    w(f"const u32 words[{max(1, size // 4)}] = {{{words}}};")
+                    offset = addresses(self.program, o.layout, self.row("row", u))
+                    w(f"store<{size}>(out{o.number} + ({offset}) * {size}, words);")

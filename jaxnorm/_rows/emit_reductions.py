@@ -1,0 +1,232 @@
+"""Reductions along the row: what each thread has, and the exchange between the threads that share the row."""
+
+import functools
+
+from jaxnorm._rows.emit_memory import Memory
+from jaxnorm._rows.expressions import (
+    accumulator,
+    c_type,
+    combined,
+    identity,
+)
+from jaxnorm._rows.graph import BOOL
+
+
+class Reductions(Memory):
+    """Reductions along the row."""
+
+    def _acc(self, n, u) -> str:
+        return self.row(f"{n.attr[0]}_{n.number}_part", u)
+
+    def _pair(self, n, u) -> str:
+        return self.row(f"pair_{n.number}", u)
+
+    def _local(self, n, u) -> str:
+        return self.row(f"local_max_{n.number}", u)
+
+    def _old(self, n, u) -> str:
+        return self.row(f"old_max_{n.number}", u)
+
+    def _packed(self, n) -> str:
+        """The 16-bit dtype of the words whose halves a maximum compares at once, or ""."""
+        if n.attr[0] != "max" or self.plan.vector < 2 or self.plan.shifted:
+            return ""
+        names = set()
+        for a in n.args:
+            if a.op != "input" or not self.program.inputs[a.attr[0]].whole:
+                return ""
+            names.add(self.program.inputs[a.attr[0]].dtype.name)
+        name = names.pop() if len(names) == 1 else ""
+        return name if name in ("bfloat16", "float16") else ""
+
+    def _feed_packed(self, n, u):
+        name = self._packed(n)
+        for a in n.args:
+            words = f"w{self.raw(a.attr)[1:]}"
+            count = self._words(self.program.inputs[a.attr[0]])
+            pair = self._pair(n, u)
+            self.w(
+                f"UNROLL for (int j = 0; j < {count}; ++j) {pair} = max_nan_{name}({pair}, {words}[j]);"
+            )
+
+    def _maximum(self, n, u) -> str:
+        """The thread's maximum so far."""
+        name = self._packed(n)
+        if not name:
+            return self._acc(n, u)
+        return f"max_nan(low_{name}({self._pair(n, u)}), high_{name}({self._pair(n, u)}))"
+
+    def _below(self, maximum, reductions):
+        """The sums below a maximum; sums of distances first, as they need the other ones as they were."""
+        below = [n for n in reductions if n.attr[0].endswith("below_max") and n.attr[1] is maximum]
+        return sorted(below, key=lambda n: n.attr[0])
+
+    def _rescale(self, maximum, u, reductions, old, new):
+        """Brings sums below an old maximum to a new one."""
+        w = self.w
+        w(f"const float factor = {old} == -INFINITE ? 0.f : {self._exp}({old} - {new});")
+        for n in self._below(maximum, reductions):
+            part = self._acc(n, u)
+            if n.attr[0] == "distance_below_max":
+                moved = f"{part} + ({old} - {new}) * {self._acc(n.attr[2], u)}"
+                w(f"if ({old} != -INFINITE && {old} != {new}) {part} = factor * ({moved});")
+            else:
+                w(f"{part} *= factor;")
+
+    def _exchange(self, number, reductions, maxima):
+        plan, w = self.plan, self.w
+        for n in reductions:
+            if self._packed(n) and n not in maxima:
+                for u in self.rows:
+                    w(f"{self._acc(n, u)} = {self._maximum(n, u)};")
+        self._exchange_lanes(reductions, maxima, min(plan.lanes, 32))
+        partials = max(1, plan.lanes // 32) * plan.cluster
+        if partials > 1 or plan.cluster > 1:
+            self._exchange_warps(number, reductions, maxima, partials)
+        for n in reductions:
+            self.done.add(n)
+            for u in self.rows if n.row else (0,):
+                value = self._acc(n, u)
+                value = f"{value} != 0" if n.dtype == BOOL else f"({c_type(n.dtype)}){value}"
+                w(f"const {c_type(n.dtype)} {self.name(n, u)} = {value};")
+
+    def _exchange_lanes(self, reductions, maxima, lanes):
+        """Butterflies: in the end each lane has the same bits."""
+        if lanes == 1:
+            return
+        w = self.w
+        others = [n for n in reductions if n not in maxima]
+        for n in maxima:
+            for u in self.rows:
+                w(f"const float {self.row(f'before_{n.number}', u)} = {self._acc(n, u)};")
+        if maxima:
+            self._butterfly(maxima, lanes)
+            for n in maxima:
+                for u in self.rows:
+                    with w.block():
+                        before = self.row(f"before_{n.number}", u)
+                        self._rescale(n, u, reductions, before, self._acc(n, u))
+        if others:
+            self._butterfly(others, lanes)
+
+    def _butterfly(self, reductions, lanes):
+        w = self.w
+        with w.block(f"UNROLL for (int distance = {lanes // 2}; distance; distance /= 2)"):
+            for n in reductions:
+                for u in self.rows:
+                    part = self._acc(n, u)
+                    w(f"{part} = {combined(n, part, f'__shfl_xor_sync(~0u, {part}, distance)')};")
+
+    def _exchange_warps(self, number, reductions, maxima, partials):
+        """Each warp writes its part to shared memory, of all blocks of the cluster; each thread reads all parts.
+
+        There are two sets of places. Whoever writes the set of exchange n + 2 has passed the barrier of exchange n + 1,
+        so that all threads have passed it, which have read the set of exchange n before.
+        """
+        plan, w = self.plan, self.w
+        turn = (
+            f"(turn * {plan.passes} + pass)"
+            if plan.passes > 1
+            else "turn"
+            if plan.persistent
+            else "0"
+        )
+        if plan.persistent is False and plan.passes > 1:
+            turn = "pass"
+        which = (
+            f"{number} & 1"
+            if self.levels % 2 == 0 or turn == "0"
+            else f"({turn} * {self.levels} + {number}) & 1"
+        )
+        w(
+            f"u32* const parts_{number} = (u32*)(shared + {self.memory.reductions})"
+            f" + ({which}) * {self.memory.reduction_words};"
+        )
+        places, place = {}, 0
+        for n in reductions:
+            for u in self.rows:
+                places[n, u] = place
+                place += partials * (2 if accumulator(n).itemsize == 8 else 1)
+        for (n, u), place in places.items():
+            self._write_part(n, self._acc(n, u), f"parts_{number} + {place}", partials)
+        w("__syncthreads();" if plan.cluster == 1 else "cluster_sync();")
+        read = functools.partial(self._part, number, places)
+        others = [n for n in reductions if n not in maxima and not n.attr[0].endswith("below_max")]
+        if partials <= (4 if maxima else 16):
+            self._add_parts_alone(reductions, maxima, others, partials, read)
+        else:
+            self._add_parts_together(reductions, maxima, others, partials, read)
+
+    def _write_part(self, n, value, place, partials):
+        plan, w = self.plan, self.w
+        wide = accumulator(n).itemsize == 8
+        warps = max(1, plan.lanes // 32)
+        words = (
+            [f"*(u32*)&{value}"] if not wide else [f"((u32*)&{value})[0]", f"((u32*)&{value})[1]"]
+        )
+        for j, word in enumerate(words):
+            at = f"{place} + {2 if wide else 1} * (rank * {warps} + warp) + {j}"
+            if plan.cluster == 1:
+                w(f"if (lane_of_warp == 0) ({at})[0] = {word};")
+            else:
+                w(f"if (lane_of_warp < {plan.cluster}) cluster_store({at}, lane_of_warp, {word});")
+
+    def _part(self, number, places, n, u, q) -> str:
+        return f"(({c_type(accumulator(n))}*)(parts_{number} + {places[n, u]}))[{q}]"
+
+    def _add_parts_alone(self, reductions, maxima, others, partials, read):
+        """Each thread adds up all parts."""
+        w = self.w
+        for u in self.rows:
+            for n in [*maxima, *others]:
+                w(f"{self._acc(n, u)} = {read(n, u, 0)};")
+                part = combined(n, self._acc(n, u), read(n, u, "q"))
+                w(f"UNROLL for (int q = 1; q < {partials}; ++q) {self._acc(n, u)} = {part};")
+            for m in maxima:
+                below = self._below(m, reductions)
+                for n in below:
+                    w(f"{self._acc(n, u)} = 0.f;")
+                with w.block(f"UNROLL for (int q = 0; q < {partials}; ++q)"):
+                    self._add_below(m, below, u, read, "q")
+
+    def _add_below(self, maximum, below, u, read, q):
+        """Adds the sums of part q, brought to the common maximum."""
+        w = self.w
+        w(f"const float old = {read(maximum, u, q)}, top = {self._acc(maximum, u)};")
+        w(f"const float factor = old == -INFINITE ? 0.f : {self._exp}(old - top);")
+        for n in below:
+            value = read(n, u, q)
+            if n.attr[0] == "distance_below_max":
+                weight = read(n.attr[2], u, q)
+                moved = f"factor * ({value} + (old == top ? 0.f : old - top) * {weight})"
+                w(f"{self._acc(n, u)} += old == -INFINITE ? {value} : {moved};")
+            else:
+                w(f"{self._acc(n, u)} += factor * {value};")
+
+    def _add_parts_together(self, reductions, maxima, others, partials, read):
+        """Each lane adds up every 32nd part, then the lanes exchange."""
+        w = self.w
+        for u in self.rows:
+            for n in [*maxima, *others]:
+                w(f"{self._acc(n, u)} = {identity(n)};")
+                part = combined(n, self._acc(n, u), read(n, u, "q"))
+                w(
+                    f"for (int q = lane_of_warp; q < {partials}; q += 32) {self._acc(n, u)} = {part};"
+                )
+        if maxima or others:
+            self._butterfly([*maxima, *others], 32)
+        for u in self.rows:
+            for m in maxima:
+                below = self._below(m, reductions)
+                for n in below:
+                    w(f"{self._acc(n, u)} = 0.f;")
+                with w.block(f"for (int q = lane_of_warp; q < {partials}; q += 32)"):
+                    self._add_below(m, below, u, read, "q")
+        below = [n for m in maxima for n in self._below(m, reductions)]
+        if below:
+            self._butterfly(below, 32)
+
+    def _maxima(self, reductions):
+        """Maxima below which other reductions of the phase sum."""
+        wanted = {n.attr[1] for n in reductions if n.attr[0].endswith("below_max")}
+        return [n for n in reductions if n in wanted]

@@ -1,0 +1,695 @@
+"""Which threads do what, as data: a `Plan` for a program on a device. Nothing here needs a GPU.
+
+A row is cut into *slots*, vectors of `vector` columns that a thread loads at once. `lanes` threads share a row, each
+with `slots` of it; a block holds several rows if lanes are few, a cluster of blocks holds one if they are not enough.
+A row's data stay on chip between the phases of a program, which the row's reductions separate:
+
+  registers   each thread loads its slots once (one tile of rows a block, or persistent blocks)
+  ring        bulk copies fill stages of shared memory ahead of persistent blocks
+  stream      rows too long for the chip: each phase reads them again, which costs nothing where there is one phase
+"""
+
+import dataclasses
+import functools
+import math
+
+from jaxnorm._rows.graph import BOOL, Node
+from jaxnorm._rows.rules import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a schedule must know of a GPU.
+
+    Attributes:
+      architecture: XY of sm_XY.
+      multiprocessors: how many it has.
+      shared_bytes: of shared memory that one block may have. A multiprocessor has 1024 more.
+      name: for people.
+    """
+
+    architecture: int = 90
+    multiprocessors: int = 132
+    shared_bytes: int = 227 * 1024
+    name: str = "H100"
+
+    @property
+    def clusters(self) -> bool:
+        """Whether it has clusters and bulk copies."""
+        return self.architecture >= 90
+
+
+DEVICES = {
+    80: Device(80, 108, 163 * 1024, "A100"),
+    90: Device(),
+    100: Device(100, 148, 227 * 1024, "B200"),
+    120: Device(120, 170, 99 * 1024, "RTX 5090"),
+}
+
+THREADS_MAX = 1024
+REGISTERS = 65536  # of a multiprocessor
+REGISTERS_MAX = 255  # of a thread
+# Registers of addresses, loop counters and intermediate results, besides what is held.
+REGISTERS_OTHER = 34
+# Rows of so many bytes are fetched ahead even where nothing is summed over rows: too few of them fit in registers.
+LONG_ROW = 24 * 1024
+# What each block of a cluster has of a row: two stages of it leave room for two blocks and more.
+CLUSTER_BYTES = 40 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A schedule.
+
+    Attributes:
+      source: where a row's data stay: "registers", "ring" or "stream".
+      vector: columns of a slot.
+      lanes: threads that share a row, or a block's part of it.
+      slots: slots of a row that a thread works on at once.
+      rounds: how often it does so for a row; above 1 only in "stream".
+      threads: of a block.
+      cluster: blocks that share a row.
+      rows_at_once: rows that a group of `lanes` threads works on at once, so that they share column operands.
+      passes: how often a group does so for a tile.
+      stages: of the ring.
+      blocks: for which a multiprocessor must have registers.
+      persistent: whether blocks go from tile to tile, which sums over rows need.
+      hoist: whether column operands stay in registers from row to row.
+      hold_shared: whether each phase reads a ring's stage again, instead of holding it in registers.
+      keep: numbers of the nodes whose values stay in registers from phase to phase; others are computed again.
+      shifted: whether slots lie on the grid of the vectors in memory instead of beginning with the row: rows whose
+        length is no multiple of the vector then still have aligned vectors.
+    """
+
+    source: str
+    vector: int
+    lanes: int
+    slots: int
+    rounds: int
+    threads: int
+    cluster: int
+    rows_at_once: int
+    passes: int
+    stages: int
+    blocks: int
+    persistent: bool
+    hoist: bool
+    hold_shared: bool
+    keep: frozenset
+    shifted: bool
+
+    @property
+    def groups(self) -> int:
+        """Groups of lanes in a block, each with rows of its own."""
+        return self.threads // self.lanes if self.lanes <= 32 else 1
+
+    @property
+    def rows_per_tile(self) -> int:
+        return self.groups * self.rows_at_once * self.passes
+
+    @property
+    def registers(self) -> int:
+        """That a thread may have."""
+        return min(REGISTERS_MAX, REGISTERS // (self.threads * self.blocks) // 8 * 8)
+
+    def __str__(self) -> str:
+        row = f"a cluster of {self.cluster} blocks" if self.cluster > 1 else f"{self.lanes} threads"
+        held = {"ring": f"a ring of {self.stages} stages", "stream": "rows read in each phase"}.get(
+            self.source, self.source
+        )
+        return (
+            f"{row} a row, {self.slots} x {self.vector} columns a thread, {self.rows_per_tile} rows a tile, "
+            f"{self.threads} threads a block, {self.blocks} blocks a multiprocessor, {held}"
+            f"{', persistent' if self.persistent else ''}{', shifted' if self.shifted else ''}"
+        )
+
+
+class Phases:
+    """What a program computes between its row reductions.
+
+    Attributes:
+      order: all nodes that are needed, arguments first.
+      reductions: for each phase, the reductions that end it.
+      row_sums: the sums over rows.
+      targets: for each phase, the nodes whose elements it must have.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.order = _in_order([n for o in program.outputs for n in o.nodes])
+        reductions = [n for n in self.order if n.op == "reduce"]
+        self.row_sums = [n for n in self.order if n.op == "row_sum"]
+        levels = max((n.level for n in reductions), default=0)
+        self.reductions = [[n for n in reductions if n.level == p + 1] for p in range(levels)] + [
+            []
+        ]
+        self.targets = [[x for n in phase for x in n.args] for phase in self.reductions]
+        self.wholes = [o for o in program.outputs if o.layout.columns is not None and not o.after]
+        self.targets[-1] += [n for o in self.wholes for n in o.nodes]
+        self.targets[-1] += [x for n in self.row_sums for x in n.args]
+
+    @property
+    def count(self) -> int:
+        return len(self.targets)
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """Instructions for an element if nothing is computed twice."""
+        return sum(n.cost for n in self.order if n.column)
+
+    def inputs(self, whole: bool) -> list[int]:
+        """Numbers of the inputs that have columns: the ones with all rows, or the ones without."""
+        inputs = self.program.inputs
+        numbers = {n.attr[0] for n in self.order if n.op == "input"}
+        return sorted(
+            n for n in numbers if inputs[n].layout.columns is not None and inputs[n].whole == whole
+        )
+
+    def evaluated(self, keep) -> list[dict[Node, bool]]:
+        """For each phase, the nodes that it needs, and whether each comes from registers."""
+        first: dict[int, int] = {}
+        phases = []
+        for phase, targets in enumerate(self.targets):
+            found: dict[Node, bool] = {}
+            stack = [t for t in targets if t.column]
+            while stack:
+                node = stack.pop()
+                if node in found:
+                    continue
+                found[node] = node.number in keep and node.number in first
+                if not found[node]:
+                    stack += [a for a in node.args if a.column]
+            for node, loaded in found.items():
+                if node.number in keep and not loaded:
+                    first.setdefault(node.number, phase)
+            phases.append(found)
+        return phases
+
+
+def _in_order(roots) -> list[Node]:
+    found: dict[int, Node] = {}
+
+    def visit(node):
+        if node.number not in found:
+            for other in (*node.args, *attr_nodes(node)):
+                visit(other)
+            found[node.number] = node
+
+    for root in roots:
+        visit(root)
+    return list(found.values())
+
+
+def attr_nodes(node) -> list[Node]:
+    """Nodes that a node refers to besides its arguments."""
+    attr = node.attr if isinstance(node.attr, tuple) else (node.attr,)
+    return [a for a in attr if isinstance(a, Node)]
+
+
+# ---- the choice ----
+
+
+def schedule(program: Program, device: Device, **asked) -> Plan:
+    """The plan for a program on a device. `asked` forces fields of the plan, for tests and the search."""
+    return _Scheduler(program, device, asked).plan()
+
+
+def with_fewer_blocks(program: Program, device: Device, plan: Plan) -> Plan:
+    """The same plan with more registers for each thread, for a kernel that spilled."""
+    fewer = dataclasses.replace(plan, blocks=max(1, plan.blocks * 3 // 4))
+    return _Scheduler(program, device, {}).kept(fewer)[1]
+
+
+class _Scheduler:
+    def __init__(self, program, device, asked):
+        self.program, self.device, self.asked = program, device, asked
+        self.phases = Phases(program)
+        inputs, outputs = program.inputs, self.phases.wholes
+        self.wholes = [inputs[n] for n in self.phases.inputs(whole=True)]
+        self.columns = [inputs[n] for n in self.phases.inputs(whole=False)]
+        self.dtypes = [i.dtype for i in self.wholes if not i.layout.bits] + [
+            o.dtype for o in outputs if not o.layout.bits
+        ]
+        self.row_bytes = sum(
+            i.layout.columns * i.dtype.itemsize for i in self.wholes if not i.layout.bits
+        )
+        self.panels = max(
+            [len(n.args) for n in self.phases.order if n.op == "reduce"]
+            + [len(o.nodes) for o in outputs]
+            + [i.panels for i in self.wholes],
+            default=1,
+        )
+        self.levels = self.phases.count - 1
+        self.sums = bool(self.phases.row_sums)
+        self.heavy = self.phases.cost > 42
+        # Several rows share a load of an operand such as a rotary table, so that rows are advanced together.
+        self.shared_rows = any(i.layout.strides for i in self.columns)
+
+    def plan(self) -> Plan:
+        vector, shifted = self._vector()
+        width = self.program.width
+        count = -(-(width + vector - 1) // vector) if shifted else width // vector
+        long = count > 128
+        can_ring = self._can_ring(vector, shifted)
+        source = self._source(count, long, can_ring, shifted)
+        cluster = self._cluster(source, shifted, vector)
+        if source == "ring" and not self._fits_ring(cluster):
+            source, cluster = "stream", 1
+        part = -(-count // cluster)
+        elements = self.panels * vector
+        lanes = self.asked.get("lanes") or self._lanes(
+            source, part, elements, cluster, vector, shifted
+        )
+        slots, rounds = -(-part // lanes), 1
+        if source == "stream":
+            slots = self.asked.get("slots") or (4 if len(self.wholes) == 1 else 2)
+            slots = max(1, min(slots, -(-part // lanes), 32 // elements or 1))
+            rounds = -(-part // (lanes * slots))
+        threads = (
+            lanes
+            if lanes > 32 or cluster > 1 or shifted
+            else max(lanes, 128 if lanes == 32 else 256)
+        )
+        threads = self.asked.get("threads") or threads
+        persistent = source == "ring" or self.sums
+        if source == "ring" and lanes <= 32:
+            while (
+                threads > 32
+                and 2 * threads // lanes * self.row_bytes > self.device.shared_bytes - 8192
+            ):
+                threads //= 2
+        group_rows = self._group_rows()
+        groups = threads // lanes if lanes <= 32 else 1
+        while isinstance(group_rows, int) and groups > 1 and group_rows % groups:
+            groups //= 2
+        if lanes <= 32 and cluster == 1 and groups * lanes >= 32:
+            threads = groups * lanes
+        at_once = self._rows_at_once(
+            source, cluster, long, vector, groups, group_rows, shifted, slots * elements
+        )
+        passes = self._passes(source, cluster, groups, at_once, group_rows, shifted)
+        most_hoisted = 16 if self.heavy else 32
+        plan = Plan(
+            source=source,
+            vector=vector,
+            lanes=lanes,
+            slots=slots,
+            rounds=rounds,
+            threads=threads,
+            cluster=cluster,
+            rows_at_once=at_once,
+            passes=passes,
+            stages=0,
+            blocks=1,
+            persistent=persistent,
+            hoist=self.asked.get(
+                "hoist", persistent and rounds == 1 and slots * elements <= most_hoisted
+            ),
+            hold_shared=source == "ring" and not (cluster > 1 and len(self.wholes) == 1),
+            keep=frozenset(),
+            shifted=shifted,
+        )
+        if source == "ring":
+            stage = stage_bytes(self.program, plan)
+            most = self.device.shared_bytes - 4096
+            stages = self.asked.get("stages") or max(2, min(4, 49152 // max(stage, 1)))
+            plan = dataclasses.replace(plan, stages=max(1, min(stages, most // max(stage, 1))))
+        return self._with_registers(plan)
+
+    def _vector(self) -> tuple[int, bool]:
+        """(columns of a slot, whether slots are shifted)."""
+        width = self.program.width
+        bits = any(a.layout.bits for a in (*self.wholes, *self.columns, *self.phases.wholes))
+        if bits:
+            return 8, False  # a slot is a byte
+        largest = max((d.itemsize for d in self.dtypes), default=2)
+        smallest = min((d.itemsize for d in self.dtypes), default=2)
+        vector = 1 << int(math.log2(min(16 // smallest, 8 if largest < 8 else 4)))
+        if "vector" in self.asked:
+            vector = self.asked["vector"]
+        aligned = math.gcd(width, vector)
+        if aligned == vector or width < 512 or not self._can_shift():
+            return aligned, False
+        # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
+        shifted = min(vector, 2 if self.columns else 8)
+        return (shifted, True) if shifted > aligned else (aligned, False)
+
+    def _can_shift(self) -> bool:
+        rows = self.program.row_sizes
+        arrays = [*self.wholes, *self.phases.wholes]
+        # A block has rows that lie alike, every eighth one, which the blocks of many groups are too few for.
+        groups = math.prod(rows[: max((len(n.attr[0]) for n in self.phases.row_sums), default=0)])
+        few = isinstance(groups, int) and groups * 8 <= self.device.multiprocessors
+        return (
+            few
+            and self.panels == 1
+            and all(
+                a.layout.columns == self.program.width and in_row_order(a.layout, rows)
+                for a in arrays
+            )
+        )
+
+    def _can_ring(self, vector, shifted) -> bool:
+        """Whether bulk copies can fetch rows: they begin and end at multiples of 16 bytes, or follow each other."""
+        staged = [i for i in self.wholes if not i.layout.bits]
+        return (
+            self.device.clusters
+            and vector > 1
+            and bool(staged)
+            and (shifted or all(self.program.width * i.dtype.itemsize % 16 == 0 for i in staged))
+            and all(not _backwards(self.phases, i.number) for i in staged)
+        )
+
+    def _source(self, count, long, can_ring, shifted) -> str:
+        if "source" in self.asked:
+            return (
+                "registers"
+                if self.asked["source"] == "ring" and not can_ring
+                else self.asked["source"]
+            )
+        if not self.phases.wholes and not self.sums and self.levels <= 1 and count >= 1024:
+            return "stream"
+        if (
+            can_ring
+            and self.levels
+            and (self.row_bytes > LONG_ROW or (self.sums and (long or self.heavy)))
+        ):
+            return "ring"
+        # Registers hold what a block of 1024 threads can have beside their work: 32 words of data each.
+        words = self.row_bytes / 4 + self.program.width * len(self.phases.row_sums)
+        held = self.levels or self.sums
+        return (
+            "stream"
+            if held and words > THREADS_MAX * 32
+            else "registers"
+            if held
+            else self._one_phase(count)
+        )
+
+    def _one_phase(self, count) -> str:
+        """Without reductions and sums over rows, a row is a number of independent slots."""
+        return "stream" if count * self.panels > THREADS_MAX * 4 else "registers"
+
+    def _fits_ring(self, cluster) -> bool:
+        """Whether a cluster's blocks hold a row twice, one stage being fetched while another one is used."""
+        return 2 * self.row_bytes / cluster <= self.device.shared_bytes - 8192
+
+    def _cluster(self, source, shifted, vector) -> int:
+        staged = [i for i in self.wholes if not i.layout.bits]
+        if source != "ring" or shifted or any(vector * i.dtype.itemsize % 16 for i in staged):
+            return 1  # a block's part of a row is whole units of 16 bytes
+        if "cluster" in self.asked:
+            return self.asked["cluster"]
+        # An exchange within a block costs less than one between blocks.
+        width, whole = self.program.width * self.panels, (self.device.shared_bytes - 8192) // 2
+        most = THREADS_MAX * 64 if not self.sums else (256 if self.heavy else 512) * 32
+        if self.row_bytes <= whole and width <= most:
+            return 1
+        each = whole if self.sums else CLUSTER_BYTES
+        fits = (c for c in (2, 4, 8) if self.row_bytes <= each * c and width <= most * c)
+        return next(fits, 8)
+
+    def _elements(self, cluster, vector, shifted) -> int:
+        """Elements of a row that a thread should have."""
+        if self.sums:
+            return 8 if not self.levels and not self.heavy else 32 if self.heavy and shifted else 16
+        if cluster > 1:
+            return 32 if self.heavy else 64
+        if len(self.wholes) > 1 or vector == 1 or not self.levels or self.shared_rows:
+            return 16
+        return 32
+
+    def _lanes(self, source, part, elements, cluster, vector, shifted) -> int:
+        """Threads that share a row; `elements` of each slot."""
+        if not self.wholes and not self.phases.wholes and self.program.width == 1:
+            return 1
+        if source == "stream":
+            return min(512, max(32, _round_up(part, 32)))
+        wanted = self._elements(cluster, vector, shifted)
+        in_warp = 16 if self.sums or self.columns else 32
+        if part * elements <= 32 * in_warp:
+            lanes = min(32, _power_of_2(part))
+            while (
+                lanes > 8
+                and -(-part // (lanes // 2)) * elements <= in_warp
+                and lanes * vector >= 64
+            ):
+                lanes //= 2
+            return lanes
+        most = THREADS_MAX
+        if self.sums:
+            most = 256 if self.heavy else 512
+        elif source == "ring" and cluster == 1:
+            most = 512
+        slots = max(1, wanted // elements, -(-part // most))
+        lanes = max(64, _round_up(-(-part // slots), 32))
+        # The fewest threads that need no more slots.
+        return _round_up(-(-part // -(-part // lanes)), 32)
+
+    def _group_rows(self):
+        """Rows that one sum over rows adds up; tiles must not have rows of two sums."""
+        kept = max((n.attr[0] for n in self.phases.row_sums), key=len, default=())
+        if not kept:
+            return None
+        return math.prod(self.program.row_sizes[len(kept) :])
+
+    def _rows_at_once(
+        self, source, cluster, long, vector, groups, group_rows, shifted, elements
+    ) -> int:
+        if shifted or source == "stream":
+            return 1
+        if "rows_at_once" in self.asked:
+            rows = self.asked["rows_at_once"]
+        elif cluster > 1 or (not long and not self.columns):
+            rows = 1
+        elif self.heavy and self.sums:
+            # Instructions of many elements side by side hide each other's latency.
+            rows = 2 if elements <= 16 else 1
+        elif self.sums:
+            # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
+            rows = 1 if self.levels else 2 if long else 1
+        elif source == "registers" and len(self.wholes) == 1 and vector > 1:
+            rows = (
+                4
+                if self.shared_rows and long
+                else 1
+                if (self.levels and long) or self.shared_rows
+                else 2
+            )
+        else:
+            rows = 1
+        while rows > 1 and isinstance(group_rows, int) and group_rows % (groups * rows):
+            rows //= 2
+        return rows
+
+    def _passes(self, source, cluster, groups, at_once, group_rows, shifted) -> int:
+        """Short rows are fetched in tiles of some kilobytes."""
+        if source != "ring" or cluster > 1 or shifted:
+            return 1
+        passes, room = 1, 16384 + 8192 * (len(self.wholes) > 1)
+        while passes < 16 and groups * at_once * passes * 2 * self.row_bytes <= room:
+            if isinstance(group_rows, int) and group_rows % (groups * at_once * passes * 2):
+                break
+            passes *= 2
+        return passes
+
+    # ---- registers: how many blocks, and what stays in them ----
+
+    def _with_registers(self, plan) -> Plan:
+        shared = shared_bytes(self.program, plan)
+        most = max(1, min(32, (self.device.shared_bytes + 1024) // (shared + 1024)))
+        if "blocks" in self.asked:
+            blocks = min(self.asked["blocks"], most)
+            return self.kept(dataclasses.replace(plan, blocks=blocks))[1]
+        options = []
+        for number, wanted in enumerate(self._threads_of_multiprocessor(plan)):
+            blocks = max(1, min(wanted // plan.threads, most))
+            cost, kept, short = self.kept(dataclasses.replace(plan, blocks=blocks))
+            options.append((cost * 1.17**number * (1.3 if short else 1), number, kept))
+        return min(options, key=lambda o: o[:2])[2]
+
+    def _threads_of_multiprocessor(self, plan) -> tuple[int, ...]:
+        """How many threads there may be: more hide more latency, fewer have more registers."""
+        if self.sums and (self.heavy or (self.levels and plan.lanes > 32)):
+            return (
+                256,
+            )  # a ring hides the latency of memory; what is left is that of instructions
+        if self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4):
+            return (512,)
+        return (1024, 768, 512)
+
+    def kept(self, plan) -> tuple[float, Plan, bool]:
+        """(cost, the plan with what is kept, whether registers are too few)."""
+        budget = max(
+            0, plan.registers - REGISTERS_OTHER - plan.vector - 6 * (plan.rows_at_once - 1)
+        )
+        candidates = [
+            n
+            for n in self.phases.order
+            if n.column and n.row and n.op not in ("literal", "iota") and not n.after
+            and (n.floating or n.dtype == BOOL) and not n.op.startswith("local_")
+        ]  # fmt: skip
+        keep: frozenset = frozenset()
+        cost, pressure = self._weigh(plan, keep)
+        while plan.rounds == 1 and self.levels:
+            trials = []
+            for node in candidates:
+                if node.number not in keep:
+                    with_node = keep | {node.number}
+                    trial = self._weigh(plan, with_node)
+                    if trial[1] <= max(budget, pressure) and trial[0] < cost - 2:
+                        trials.append((*trial, node.number))
+            if not trials:
+                break
+            cost, pressure, number = min(trials)
+            keep |= {number}
+        return cost, dataclasses.replace(plan, keep=keep), pressure > budget
+
+    def _weigh(self, plan, keep) -> tuple[float, float]:
+        """(instructions for an element, registers for what is held)."""
+        phases = self.phases.evaluated(keep)
+        cost = sum(0.3 if loaded else n.cost for phase in phases for n, loaded in phase.items())
+        elements = plan.slots * plan.vector
+        sums = [n for n in self.phases.row_sums if not n.attr[1]]
+        accumulators = (
+            sum(elements * n.dtype.itemsize // 4 for n in sums) if plan.rounds == 1 else 0
+        )
+        uses: dict[int, list[int]] = {}
+        by_number = {}
+        for number, phase in enumerate(phases):
+            for node in phase:
+                if node.number in keep:
+                    by_number[node.number] = node
+                    uses.setdefault(node.number, []).append(number)
+        most = accumulators
+        for number in range(len(phases) - 1):
+            held = sum(
+                _registers_of(by_number[k], elements)
+                for k, phases_of in uses.items()
+                if phases_of[0] <= number < phases_of[-1]
+            )
+            raw = 0
+            if not plan.hold_shared and plan.rounds == 1:
+                later = {
+                    n.attr[:2]
+                    for phase in phases[number + 1 :]
+                    for n, loaded in phase.items()
+                    if n.op == "input" and not loaded and self.program.inputs[n.attr[0]].whole
+                }
+                raw = sum(elements * self.program.inputs[i].dtype.itemsize // 4 for i, _ in later)
+            most = max(most, plan.rows_at_once * (held + raw) + accumulators)
+        return cost, most
+
+
+def _registers_of(node, elements) -> int:
+    if node.dtype == BOOL:
+        return -(-elements // 32)
+    return elements * node.dtype.itemsize // 4
+
+
+def _backwards(phases, number) -> bool:
+    return any(n.op == "input" and n.attr[0] == number and n.attr[2] for n in phases.order)
+
+
+def in_row_order(layout, row_sizes) -> bool:
+    """Whether an array's rows follow each other in memory, in the order in which they are numbered."""
+    stride = layout.columns if layout.columns is not None else 1
+    if layout.rows != tuple(range(len(row_sizes))):
+        return False
+    for k, actual in reversed(layout.strides):
+        if not (actual == stride):
+            return False
+        stride = stride * row_sizes[k]
+    return True
+
+
+def _power_of_2(n) -> int:
+    return 1 << max(0, (n - 1).bit_length())
+
+
+def _round_up(n, unit) -> int:
+    return -(-n // unit) * unit
+
+
+# ---- shared memory: stages of the ring, partial results of reductions, barriers ----
+
+
+def staged_inputs(program: Program, phases: Phases) -> list:
+    """The inputs that a ring holds."""
+    inputs = [program.inputs[n] for n in phases.inputs(whole=True)]
+    return [i for i in inputs if not i.layout.bits]
+
+
+def stage_layout(
+    program: Program, plan: Plan, phases: Phases | None = None
+) -> tuple[dict[int, int], int]:
+    """(offset of each input in a stage, bytes of a stage)."""
+    offsets, size = {}, 0
+    for i in staged_inputs(program, phases or Phases(program)):
+        offsets[i.number] = size
+        size += _round_up(plan.rows_per_tile * row_pitch(program, plan, i), 128)
+    return offsets, size
+
+
+def row_pitch(program: Program, plan: Plan, i) -> int:
+    """Bytes from one row of an input to the next in a stage."""
+    if plan.shifted:
+        # From the multiple of 16 below the row's first byte to the one above its last.
+        return _round_up(i.layout.columns * i.dtype.itemsize, 16) + 16
+    columns = (
+        i.layout.columns
+        if plan.cluster == 1
+        else i.panels * part_slots(program, plan) * plan.vector
+    )
+    return columns * i.dtype.itemsize
+
+
+def stage_bytes(program: Program, plan: Plan) -> int:
+    return stage_layout(program, plan)[1]
+
+
+def slot_count(program: Program, plan: Plan) -> int:
+    """Slots of a panel; a shifted row can touch one more than its length says."""
+    width = program.width
+    return -(-(width + plan.vector - 1) // plan.vector) if plan.shifted else width // plan.vector
+
+
+def part_slots(program: Program, plan: Plan) -> int:
+    """Slots of a panel that one block of a cluster has."""
+    return -(-slot_count(program, plan) // plan.cluster)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """Where a block's shared memory is used, in bytes."""
+
+    reductions: int  # offset of the partial results
+    reduction_words: int  # words of one set of partial results, of which there are two
+    barriers: int  # offset
+    total: int
+
+
+def shared_memory(program: Program, plan: Plan) -> SharedMemory:
+    """The stages come first; sums over rows, at the end, use the same place."""
+    phases = Phases(program)
+    warps = max(1, plan.lanes // 32)
+    partials = warps * plan.cluster if plan.lanes > 32 or plan.cluster > 1 else 0
+    most = (
+        max((sum(n.dtype.itemsize // 4 or 1 for n in r) for r in phases.reductions), default=0)
+        * plan.rows_at_once
+    )
+    words = most * partials
+    sums = [n for n in phases.row_sums if not n.attr[1]]
+    sum_bytes = (
+        max((plan.groups * program.width * n.dtype.itemsize for n in sums), default=0)
+        if plan.groups > 1
+        else 0
+    )
+    stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0
+    start = max(_round_up(stages, 128), _round_up(sum_bytes, 128), 512 if phases.row_sums else 0)
+    barriers = start + _round_up(2 * words * 4, 128)
+    return SharedMemory(start, words, barriers, barriers + 128)
+
+
+def shared_bytes(program: Program, plan: Plan) -> int:
+    return shared_memory(program, plan).total

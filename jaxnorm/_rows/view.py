@@ -1,0 +1,486 @@
+"""Which dimension of each array is the row's columns, and which ones number the rows.
+
+No shape is guessed: dimensions are the same where an operation says so. A reshape can split a dimension or join
+several, so that a dimension is a list of *axes*, and two lists are made equal by splitting axes where they differ.
+Slices and concatenations make axes of other lengths that lie along the same row; such axes are one *family*.
+"""
+
+import dataclasses
+import math
+
+from jaxnorm._rows.equations import Constant, Equation, Equations, NotARowProgram, Value
+
+# A row's pieces are values by themselves: many of them make a kernel long.
+PIECES_MAX = 128
+_CUTTING = ("concatenate", "split", "slice", "pad")
+
+
+class Axes:
+    """The axes of a program, and which of them are the same."""
+
+    def __init__(self):
+        self.sizes = []  # of each axis that was ever made; may be a symbol
+        self._same = []  # union-find
+        self._family = []
+        self._parts = {}  # axis -> (outer axis, inner axis)
+
+    def new(self, size) -> int:
+        self.sizes.append(size)
+        self._same.append(len(self._same))
+        self._family.append(len(self._family))
+        return len(self._same) - 1
+
+    def _find(self, parents, axis) -> int:
+        while parents[axis] != axis:
+            axis = parents[axis]
+        return axis
+
+    def family(self, axis) -> int:
+        return self._find(self._family, self._find(self._same, axis))
+
+    def relate(self, a: int, b: int) -> None:
+        """Two axes lie along the same row, with other lengths or offsets."""
+        self._family[self.family(a)] = self.family(b)
+
+    def leaves(self, axes) -> list[int]:
+        """The axes that these consist of."""
+        found = []
+        for axis in axes:
+            axis = self._find(self._same, axis)
+            found += self.leaves(self._parts[axis]) if axis in self._parts else [axis]
+        return found
+
+    def equate(self, first, second) -> bool:
+        """Makes two lists of axes the same; False where their sizes do not allow it."""
+        a, b = self.leaves(first), self.leaves(second)
+        while a and b:
+            x, y = a[-1], b[-1]
+            if x == y or self.sizes[x] == self.sizes[y]:
+                if x != y:
+                    self.relate(x, y)
+                    self._same[x] = y
+                a.pop()
+                b.pop()
+            elif outer := _quotient(self.sizes[x], self.sizes[y]):
+                a[-1:] = self._split(x, outer, self.sizes[y])
+            elif outer := _quotient(self.sizes[y], self.sizes[x]):
+                b[-1:] = self._split(y, outer, self.sizes[x])
+            else:
+                return False
+            a, b = self.leaves(a), self.leaves(b)
+        return not a and not b
+
+    def _split(self, axis, outer, inner) -> tuple[int, int]:
+        self._parts[axis] = (self.new(outer), self.new(inner))
+        return self._parts[axis]
+
+
+def _quotient(a, b):
+    """The quotient where that is an integer above 1, otherwise 0."""
+    try:
+        return a // b if a % b == 0 and a // b != 1 else 0
+    except Exception:  # symbols that cannot be compared
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How an array lies along rows and columns.
+
+    Attributes:
+      strides: elements from one index of a row dimension to the next, for each row dimension that the array has, in the
+        order of its own dimensions; the number of the dimension comes first.
+      columns: the length of its row; None if the array is constant along it. Of bits, eight to a byte, it is the number
+        of bits.
+      bits: whether it has eight booleans to a byte.
+    """
+
+    strides: tuple[tuple[int, int], ...]
+    columns: int | None
+    bits: bool = False
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The row dimensions that the array has."""
+        return tuple(k for k, _ in self.strides)
+
+
+class View:
+    """The rows and columns of a program.
+
+    Attributes:
+      row_sizes: sizes of the row dimensions, outermost first; symbols where the program was traced with them.
+      sources: where each of them can be read: (number of an input, its dimension, divisor), or None.
+      width: the greatest common divisor of all row lengths and of all places where rows are cut.
+    """
+
+    def __init__(self, program: Equations):
+        self._axes = Axes()
+        self._dims: dict[Value, tuple[list[int], ...]] = {}
+        self._packed: dict[Value, int] = {}  # arrays of bits -> the axis that they pack
+        self._key_data: set[Value] = set()  # words of random keys, along the last dimension
+        self._cuts: list[tuple[int, int, Equation]] = []  # (axis, place, what cuts there)
+        self._program = program
+        for value in program.inputs:
+            self.dims(value)
+        for equation in program.equations:
+            self._relate(equation)
+        for value in program.outputs:
+            self.dims(value)
+        self._choose(program)
+
+    def dims(self, value) -> tuple[list[int], ...]:
+        """The axes of each dimension; a dimension of size 1 has none, and so has a number."""
+        if isinstance(value, Constant):
+            return tuple([] for _ in value.aval.shape)
+        if value not in self._dims:
+            self._dims[value] = tuple(
+                [] if _is_one(n) else [self._axes.new(n)] for n in value.aval.shape
+            )
+        return self._dims[value]
+
+    # ---- what equations say ----
+
+    def _relate(self, equation: Equation) -> None:
+        relation = getattr(self, f"_relate_{equation.primitive.replace('-', '_')}", None)
+        if relation is not None:
+            relation(equation)
+        elif equation.primitive.startswith(("reduce_", "arg")) and "axes" in equation.params:
+            source, result = equation.inputs[0], equation.outputs[0]
+            kept = [d for i, d in enumerate(self.dims(source)) if i not in equation.params["axes"]]
+            self._equate(equation, kept, self.dims(result))
+        else:
+            for result in equation.outputs:
+                for operand in equation.inputs:
+                    if len(operand.aval.shape) == len(result.aval.shape):
+                        self._equate(equation, self.dims(operand), self.dims(result))
+
+    def _equate(self, equation, first, second) -> None:
+        for a, b in zip(first, second, strict=True):
+            if a and b and not self._axes.equate(a, b):
+                raise equation.refuse("joins dimensions of unlike sizes")
+
+    def _relate_broadcast_in_dim(self, equation):
+        source, result = self.dims(equation.inputs[0]), self.dims(equation.outputs[0])
+        places = equation.params["broadcast_dimensions"]
+        self._equate(equation, source, [result[i] for i in places])
+
+    def _relate_reshape(self, equation):
+        source, result = (
+            [axis for dim in self.dims(v) for axis in dim]
+            for v in (equation.inputs[0], equation.outputs[0])
+        )
+        if not self._axes.equate(source, result):
+            shapes = f"{equation.inputs[0].aval.shape} to {equation.outputs[0].aval.shape}"
+            raise equation.refuse(f"from {shapes} mixes dimensions; split or join whole ones")
+
+    _relate_squeeze = _relate_expand_dims = _relate_reshape
+
+    def _relate_transpose(self, equation):
+        source, result = self.dims(equation.inputs[0]), self.dims(equation.outputs[0])
+        self._equate(equation, [source[i] for i in equation.params["permutation"]], result)
+
+    def _relate_along(self, equation, operands):
+        """Operands whose dimensions are those of the results, or pieces of them."""
+        for operand in operands:
+            for result in equation.outputs:
+                pairs = zip(self.dims(operand), self.dims(result), strict=True)
+                sizes = zip(operand.aval.shape, result.aval.shape, strict=True)
+                for (a, b), (n, m) in zip(pairs, sizes, strict=True):
+                    if not a or not b:
+                        continue
+                    if n == m:
+                        self._equate(equation, [a], [b])
+                    elif len(a) == len(b) == 1:
+                        self._axes.relate(a[0], b[0])
+                    else:
+                        raise equation.refuse("cuts a dimension that was reshaped")
+
+    def _relate_slice(self, equation):
+        self._relate_along(equation, equation.inputs)
+        limits = zip(
+            equation.params["start_indices"], equation.params["limit_indices"], strict=True
+        )
+        if any(s != 1 for s in equation.params["strides"] or ()):
+            raise equation.refuse(
+                "takes every second element or fewer; only whole pieces of a row can be cut out"
+            )
+        for dim, places in zip(self.dims(equation.inputs[0]), limits, strict=True):
+            self._cuts += [(dim[0], place, equation) for place in places if dim]
+
+    def _relate_split(self, equation):
+        self._relate_along(equation, equation.inputs)
+
+    def _relate_concatenate(self, equation):
+        self._relate_along(equation, equation.inputs)
+
+    def _relate_rev(self, equation):
+        self._relate_along(equation, equation.inputs)
+
+    def _relate_pad(self, equation):
+        source, result = equation.inputs[0], equation.outputs[0]
+        self._relate_along(equation, [source])
+        dims = zip(self.dims(source), self.dims(result), source.aval.shape, strict=True)
+        for (a, b, n), (low, high, inner) in zip(
+            dims, equation.params["padding_config"], strict=True
+        ):
+            if inner:
+                raise equation.refuse("has interior padding")
+            # Negative padding, which the gradient of padding has, cuts.
+            places = [(b, low)] if low > 0 else [(a, -low)] if low < 0 else []
+            places += [(a, n + high)] if high < 0 else []
+            self._cuts += [(dim[0], place, equation) for dim, place in places if dim]
+
+    def _relate_gather(self, equation):
+        numbers = check_label(equation)
+        operand, indices = equation.inputs
+        result = equation.outputs[0]
+        self._relate_labels(
+            equation,
+            operand,
+            (indices, numbers.start_indices_batching_dims, numbers.operand_batching_dims),
+            (result, numbers.offset_dims),
+        )
+
+    def _relate_scatter_add(self, equation):
+        numbers = check_label(equation)
+        operand, indices, updates = equation.inputs
+        self._equate(equation, self.dims(operand), self.dims(equation.outputs[0]))
+        self._relate_labels(
+            equation,
+            operand,
+            (indices, numbers.scatter_indices_batching_dims, numbers.operand_batching_dims),
+            (updates, numbers.update_window_dims),
+        )
+
+    def _relate_labels(self, equation, operand, labels, elements):
+        """Rows of an array, of their labels and of the elements there."""
+        indices, places, batching = labels
+        taken, ones = elements
+        rows, kept = self.dims(operand), self.dims(indices)
+        self._equate(equation, [rows[i] for i in batching], [kept[i] for i in places])
+        others = [d for i, d in enumerate(self.dims(taken)) if i not in ones]
+        self._equate(equation, kept[:-1], others)
+
+    def _relate_iota(self, equation):
+        pass
+
+    def _relate_random_wrap(self, equation):
+        self._key_data.add(equation.inputs[0])
+        self._equate(equation, self.dims(equation.inputs[0])[:-1], self.dims(equation.outputs[0]))
+
+    def _relate_random_bits(self, equation):
+        rank = len(equation.inputs[0].aval.shape)
+        self._equate(equation, self.dims(equation.inputs[0]), self.dims(equation.outputs[0])[:rank])
+
+    def _relate_jaxnorm_pack_bits(self, equation):
+        self._relate_bits(equation, equation.inputs[0], equation.outputs[0])
+
+    def _relate_jaxnorm_unpack_bits(self, equation):
+        self._relate_bits(equation, equation.outputs[0], equation.inputs[0])
+
+    def _relate_bits(self, equation, booleans, packed):
+        self._equate(equation, self.dims(booleans)[:-1], self.dims(packed)[:-1])
+        (self._packed[packed],) = self.dims(booleans)[-1]
+
+    # ---- the choice of rows and columns ----
+
+    def _choose(self, program: Equations) -> None:
+        used = {v for e in program.equations for v in (*e.inputs, *e.outputs)} | set(
+            program.outputs
+        )
+        ends = [v for v in (*program.inputs, *program.outputs) if isinstance(v, Value)]
+        special = self._key_data | self._packed.keys()
+        bits = [v for v in ends if v in self._packed]
+        ends = [v for v in ends if v in used and v not in special]
+        order: list[int] = []
+        self._column, self._whole = None, "none"
+        if ends:
+            # The largest array has all rows, in the order in which they lie in memory.
+            largest = max(ends, key=lambda v: (_known_size(v.aval.shape), len(v.aval.shape)))
+            self._whole = f"the largest array, of shape {largest.aval.shape}"
+            for value in ends:
+                self._join(value, largest)
+            order = self._axes.leaves([axis for dim in self.dims(largest) for axis in dim])
+            if largest.aval.shape and not _is_one(largest.aval.shape[-1]):
+                self._column = self._axes.family(order.pop())
+        elif bits:
+            # All that comes in or goes out is bits, and random keys.
+            rows = [axis for dim in self.dims(bits[0])[:-1] for axis in dim]
+            order = self._axes.leaves(rows)
+            self._column = self._axes.family(self._packed[bits[0]])
+        self._rows = order
+        self.row_sizes = tuple(self._axes.sizes[a] for a in order)
+        self._set_width(used)
+        self.sources = tuple(self._source(program, axis) for axis in order)
+
+    def _join(self, value, largest) -> None:
+        """An array that no operation relates to the largest one has rows and columns of its sizes, if they fit.
+
+        Equal sizes can always be one dimension: nothing says that they are two.
+        """
+        mine, wanted = self.dims(value), self.dims(largest)
+        rank, whole = len(mine), len(wanted)
+        if rank > whole:
+            return
+        # The last dimensions, or the first ones. Last, columns of another length.
+        for first, length in ((whole - rank, False), (0, False), (whole - rank, True)):
+            sizes = largest.aval.shape[first : first + rank]
+            pairs = [
+                (i, a, b)
+                for i, (a, b) in enumerate(zip(mine, wanted[first:], strict=False))
+                if a and self._axes.leaves(a) != self._axes.leaves(b)
+            ]
+            unlike = [
+                i
+                for i, (n, m) in enumerate(zip(value.aval.shape, sizes, strict=True))
+                if not (_is_one(n) or n == m)
+            ]
+            columns = length and unlike == [rank - 1] and mine[-1] and wanted[-1]
+            fits = not unlike or columns
+            if fits and all(self._unrelated(a, largest) for _, a, _ in pairs):
+                for i, a, b in pairs:
+                    if i in unlike:
+                        self._axes.relate(a[-1], b[-1])
+                    else:
+                        self._axes.equate(a, b)
+                return
+
+    def _unrelated(self, dim, largest) -> bool:
+        """Whether no axis of this dimension is one of the largest array's, or lies along one."""
+        known = {self._axes.family(a) for d in self.dims(largest) for a in self._axes.leaves(d)}
+        return not known & {self._axes.family(a) for a in self._axes.leaves(dim)}
+
+    def _set_width(self, used) -> None:
+        lengths = set()
+        for value in [v for v in self._dims if v in used]:
+            length = self.layout(value).columns
+            if length is not None:
+                lengths.add(length)
+        if 0 in lengths:
+            raise NotARowProgram("a row", "has no columns")
+        cuts = [(place, e) for axis, place, e in self._cuts if self._is_column(axis)]
+        if not all(isinstance(n, int) for n in lengths):
+            raise NotARowProgram("a row", "must have a known length, got a symbolic one")
+        self.width = math.gcd(*lengths, *(int(place) for place, _ in cuts)) or 1
+        pieces = max(lengths, default=1) // self.width
+        if pieces > PIECES_MAX:
+            reason = (
+                f"cuts a row into {pieces} pieces of {self.width} columns, more than {PIECES_MAX}. "
+                "Cut it where the lengths have a larger common divisor, or outside of the fused function"
+            )
+            rest = [e for place, e in cuts if place % max(lengths)]
+            rest += [e for e in self._program.equations if e.primitive in _CUTTING]
+            raise rest[0].refuse(reason) if rest else NotARowProgram("the function", reason)
+
+    def _is_column(self, axis) -> bool:
+        return self._column is not None and self._axes.family(axis) == self._column
+
+    def move_first(self, rows: tuple[int, ...]) -> None:
+        """Numbers the rows so that these row dimensions are the outermost ones."""
+        order = [*rows, *(k for k in range(len(self._rows)) if k not in rows)]
+        self._rows = [self._rows[k] for k in order]
+        self.row_sizes = tuple(self.row_sizes[k] for k in order)
+        self.sources = tuple(self.sources[k] for k in order)
+
+    def kinds(self, value) -> tuple[list, ...]:
+        """For each dimension, its axes: "column", or the number of a row dimension."""
+        return tuple(
+            [self._kind(axis, value) for axis in self._axes.leaves(d)] for d in self.dims(value)
+        )
+
+    def _kind(self, axis, value):
+        if self._is_column(axis):
+            return "column"
+        if axis in self._rows:
+            return self._rows.index(axis)
+        families = [self._axes.family(a) for a in self._rows]
+        if self._axes.family(axis) in families:
+            raise self._refuse(value, "cuts or joins rows; only the last axis can be cut or joined")
+        raise self._refuse(
+            value,
+            "has a dimension that is neither the row's last axis nor one that numbers rows; those are of "
+            f"{self._whole}",
+        )
+
+    def _refuse(self, value, reason) -> NotARowProgram:
+        """What to raise for an array: it names the operation that makes it, or the argument."""
+        for equation in self._program.equations:
+            if value in equation.outputs:
+                return equation.refuse(f"of shape {value.aval.shape} {reason}")
+        number = next((n for n, v in enumerate(self._program.inputs) if v is value), None)
+        return NotARowProgram(
+            f"argument {number}", f"of shape {value.aval.shape} {reason}", argument=number
+        )
+
+    def layout(self, value) -> Layout:
+        """How an array lies; it must be row-major with its columns last."""
+        strides, columns, stride = [], None, 1
+        packed = self._packed.get(value)
+        dims = self.dims(value)
+        if packed is not None:
+            columns, stride = self._axes.sizes[packed], value.aval.shape[-1]
+            dims = dims[:-1]
+        if value in self._key_data:
+            stride, dims = value.aval.shape[-1], dims[:-1]
+        for dim in reversed(dims):
+            for axis in reversed(self._axes.leaves(dim)):
+                kind = self._kind(axis, value)
+                size = self._axes.sizes[axis]
+                if kind == "column":
+                    if columns is not None or not _is_one(stride):
+                        raise self._refuse(
+                            value,
+                            "must have the row's columns as its last axis, which they are in "
+                            f"{self._whole}",
+                        )
+                    columns = size
+                else:
+                    strides.append((kind, stride))
+                stride = stride * size
+        return Layout(tuple(reversed(strides)), columns, packed is not None)
+
+    def _source(self, program, axis):
+        """An input's dimension of which this axis is the outermost part, and what its size must be divided by."""
+        for number, value in enumerate(program.inputs):
+            for dim, axes in enumerate(self._dims.get(value, ())):
+                leaves = self._axes.leaves(axes)
+                if leaves and leaves[0] == axis:
+                    rest = [self._axes.sizes[a] for a in leaves[1:]]
+                    if all(isinstance(n, int) for n in rest):
+                        return number, dim, math.prod(rest)
+        return None
+
+
+def check_label(equation):
+    """The dimension numbers of a gather or scatter, which must be of one element of each row."""
+    numbers = equation.params["dimension_numbers"]
+    shape, labels = (v.aval.shape for v in equation.inputs[:2])
+    last = len(shape) - 1
+    if equation.primitive == "gather":
+        looked_up, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
+        one = all(n <= 1 for n in equation.params["slice_sizes"])
+    else:
+        looked_up, dropped = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+        one = True
+    batching = numbers.operand_batching_dims
+    if any(i < last and i not in batching for i in looked_up):
+        raise equation.refuse(
+            "looks up rows by their numbers, and rows share nothing. Compute it outside of the fused function; one "
+            "element of each row is jnp.take_along_axis(x, labels[..., None], axis=-1)"
+        )
+    rest = all(i in batching or _is_one(n) for i, n in enumerate(shape[:-1]))
+    if not (looked_up == dropped == (last,) and one and rest and labels[-2:] == (1, 1)):
+        raise equation.refuse(
+            "must take one element of each row: jnp.take_along_axis(x, labels[..., None], axis=-1)"
+        )
+    return numbers
+
+
+def _is_one(n) -> bool:
+    return isinstance(n, int) and n == 1
+
+
+def _known_size(shape) -> int:
+    """The number of elements, with a symbol counted as a large number."""
+    return math.prod(n if isinstance(n, int) else 1 << 20 for n in shape)

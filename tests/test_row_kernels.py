@@ -1,0 +1,99 @@
+"""The CUDA text of row programs, run on the CPU under many schedules against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import row_emulator
+
+from bench import row_programs
+from jaxnorm._rows.call import row_call, simplified
+from jaxnorm._rows.schedule import DEVICES, schedule
+
+H100 = DEVICES[90]
+# Few rows are long enough for these by themselves, so that they are asked for.
+SCHEDULES = {
+    "chosen": {},
+    "registers": {"source": "registers", "lanes": 64},
+    "ring": {"source": "ring", "lanes": 32},
+    "several rows at once": {"source": "registers", "rows_at_once": 2},
+    "ring of tiles": {"source": "ring", "lanes": 8, "rows_at_once": 2},
+    "cluster": {"source": "ring", "cluster": 2, "lanes": 32},
+    "cluster of long rows": {"source": "ring", "cluster": 4, "lanes": 64, "stages": 3},
+    "stream": {"source": "stream", "lanes": 64, "slots": 1},
+    "hoisted": {"source": "ring", "lanes": 64, "hoist": True},
+}
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 3e-6, "float64": 1e-12}
+
+
+def flat(function, args):
+    """(function of arrays, arrays): keys of jax.random become their words."""
+    leaves, tree = jax.tree.flatten(args)
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    words = [jax.random.key_data(x) if k else x for x, k in zip(leaves, keys, strict=True)]
+
+    def run(*words):
+        values = [jax.random.wrap_key_data(w) if k else w for w, k in zip(words, keys, strict=True)]
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
+
+    return run, words
+
+
+def wide(x):
+    return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def programs(case, direction, sizes, dtype):
+    args = case.inputs(sizes, dtype)
+    if direction == "forward":
+        return case.function, args
+    return case.gradients(), (args, case.cotangents(sizes, dtype))
+
+
+@functools.cache
+def prepared(name, direction, sizes, dtype):
+    """(jaxpr, arrays, results in float64)."""
+    case = CASES_BY_NAME[name]
+    function, args = programs(case, direction, sizes, dtype)
+    run, arrays = flat(function, args)
+    exact = jax.jit(run)(*map(wide, arrays))
+    return jax.make_jaxpr(run)(*arrays), arrays, [np.asarray(wide(x)) for x in exact]
+
+
+def emulated(closed, arrays, plan=None, device=H100, **options):
+    call = row_call(closed, device, plan)
+    avals = [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
+    options = {"architecture": device.architecture, **options}
+    return row_emulator.run(call, [np.asarray(a) for a in arrays], avals, **options)
+
+
+def error(found, wanted):
+    found, wanted = np.asarray(found).astype(np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape
+    scale = np.sqrt(np.mean(wanted**2)) if wanted.size else 1.0
+    return np.sqrt(np.mean((found - wanted) ** 2)) / (scale + 1e-30) if wanted.size else 0.0
+
+
+CASES_BY_NAME = {case.name: case for case in row_programs.ALL}
+CASES = [
+    (case.name, direction)
+    for case in row_programs.select(tag=row_programs.MAIN)
+    for direction in case.directions
+    if direction != "both"
+]
+
+
+@pytest.mark.parametrize("schedule_name", SCHEDULES)
+@pytest.mark.parametrize(("name", "direction"), CASES)
+def test_cases(name, direction, schedule_name):
+    case = CASES_BY_NAME[name]
+    dtype = "bfloat16"
+    closed, arrays, exact = prepared(name, direction, case.small, dtype)
+    program = simplified(closed)
+    plan = schedule(program, H100, **SCHEDULES[schedule_name])
+    found = emulated(closed, arrays, plan)
+    for got, want in zip(found, exact, strict=True):
+        limit = 5e-2 if got.dtype.itemsize == 1 else TOLERANCE[dtype]
+        assert error(got, want) < limit

@@ -6,6 +6,7 @@ from jaxnorm._primitive import export_checks
 from jaxnorm.autofuse import autofuse
 from jaxnorm.batch_norm import batch_norm, batch_norm_inference
 from jaxnorm.cross_entropy import softmax_cross_entropy
+from jaxnorm.fuse import fuse
 from jaxnorm.norm import layer_norm, rms_norm
 from jaxnorm.relu import add_relu, relu
 from jaxnorm.softmax import log_softmax, softmax
@@ -18,6 +19,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_inference",
     "export_checks",
+    "fuse",
     "layer_norm",
     "log_softmax",
     "relu",

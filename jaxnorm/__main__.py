@@ -1,10 +1,15 @@
-"""`python -m jaxnorm`: what runs on this machine, is it right, how fast is it next to XLA."""
+"""`python -m jaxnorm`: what runs on this machine, is it right, how fast is it next to XLA.
+
+`python -m jaxnorm tune FILE.py:function` measures schedules for a function of `jaxnorm.fuse`.
+"""
 
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
+import operator
 import pathlib
 import sys
 import time
@@ -15,6 +20,7 @@ import numpy as np
 
 import jaxnorm
 from jaxnorm import _report, _timing
+from jaxnorm.fuse import Fused
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHORT_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
@@ -469,6 +475,8 @@ def _parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxnorm",
         description="Show what jaxnorm runs here, check it against float64, time it against XLA.",
+        epilog="python -m jaxnorm tune FILE.py:function --shape ... looks for faster schedules of a fused "
+        "function on this GPU.",
     )
     parser.add_argument("--op", choices=tuple(OPERATIONS), action="append", help="default: all")
     parser.add_argument("--shape", type=_shape, metavar="4096x1024", help="your own shape")
@@ -501,6 +509,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       0 when every check passed, 1 otherwise.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["tune"]:
+        return tune(argv[1:])
     options = _parse(argv)
     rich = _report.require_rich()
     if options.plot:
@@ -714,6 +725,76 @@ def plot(timings: Sequence[Compared], path: str) -> None:
     )
     _report.save(figure, path)
     pyplot.close(figure)
+
+
+# ---- tune ----
+
+
+def _argument(text: str) -> tuple[tuple[int, ...], str]:
+    shape, _, dtype = text.partition(":")
+    dtype = {"i32": "int32", **SHORT_DTYPES}.get(dtype, dtype)
+    try:
+        if dtype:
+            jax.numpy.dtype(dtype)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} names no dtype") from None
+    return _shape(shape), dtype
+
+
+def _parse_tune(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxnorm tune",
+        description="Measure schedules for the kernels of a fused function on this GPU, and keep the fastest.",
+    )
+    parser.add_argument("function", metavar="FILE.py:function", help="fused or plain")
+    parser.add_argument(
+        "--shape",
+        type=_argument,
+        nargs="+",
+        required=True,
+        metavar="4096x1024[:DTYPE]",
+        help="of each argument, in order",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=_dtype,
+        default="bfloat16",
+        help="of shapes without one, bfloat16 by default",
+    )
+    options = parser.parse_args(argv)
+    file, _, name = options.function.rpartition(":")
+    if not name or not pathlib.Path(file).is_file():
+        parser.error(f"{options.function!r} is no FILE.py:function, or there is no such file")
+    options.file, options.name = file, name
+    return options
+
+
+def tune(argv: Sequence[str]) -> int:
+    """Tunes a function of a file.
+
+    Returns:
+      0; 1 if it cannot be tuned here.
+    """
+    options = _parse_tune(argv)
+    path = pathlib.Path(options.file).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    try:
+        function = operator.attrgetter(options.name)(module)
+        fused = function if isinstance(function, Fused) else jaxnorm.fuse(function)
+        found = fused.tune(
+            *(jax.ShapeDtypeStruct(s, dtype or options.dtype) for s, dtype in options.shape)
+        )
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(found)
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import (
+    config,  # private: see `trace_context`
     dispatch,  # private: see the last line of `define_primitive`
     source_info_util,  # private: see `run_equation`
 )
 from jax._src.interpreters.mlir import lower_per_platform  # private: see `lower_by_platform`
 from jax._src.sharding_impls import GSPMDSharding  # private: see `_sharding_of`
+from jax._src.util import weakref_lru_cache  # private: see `cached_by_program`
 from jax.core import ShapedArray, eval_jaxpr
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -124,7 +128,12 @@ def vary_alike(*args):
 
 def vary_as(array, aval):
     """`array`, cast to vary along the manual axes along which `aval` does."""
-    missing = varying_axes(aval) - varying_axes(jax.typeof(array))
+    return vary_along(array, varying_axes(aval))
+
+
+def vary_along(array, axes):
+    """`array`, cast to vary along these manual axes of a shard_map, too."""
+    missing = frozenset(axes) - varying_axes(jax.typeof(array))
     return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
 
@@ -170,6 +179,16 @@ def joint_spec(full, specs, shapes) -> Spec:
     return next(whole, None) or tuple(
         next((e for e in es if e is not None), None) for es in entries
     )
+
+
+def cotangent_aval(aval):
+    """The abstract value of the cotangent of a floating-point array."""
+    return aval.to_tangent_aval().to_ct_aval()
+
+
+def same_place(a, b) -> bool:
+    """Whether two abstract values differ in nothing but being weakly typed."""
+    return a.update(weak_type=False) == b.update(weak_type=False)
 
 
 def acc_dtype(dtype):
@@ -219,9 +238,14 @@ def split_scratch(aval, axes, whole=2**15) -> int:
 
 # ---- definition ----
 
+_PACKAGE = str(pathlib.Path(__file__).parent) + os.sep
+# What the primitives compute, by name: (*operands, **params) -> results.
+FORMULAS: dict[str, Callable] = {}
+
 
 def define_formula(name: str, *, abstract: Callable, formula: Callable) -> Primitive:
     """Builds a primitive that is the formula on every platform: XLA fuses it, rules of our own differentiate it."""
+    FORMULAS[_lib.TARGET_PREFIX + name] = formula
     primitive = Primitive(_lib.TARGET_PREFIX + name)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
@@ -363,52 +387,7 @@ def define_primitive(
     target = primitive.name
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
-    # The number of devices and the parameters are the first, static argument: the number of operands varies.
-    def bind(static, *operands):
-        return primitive.bind(*operands, **dict(static[1]))
-
-    def partition_call(static, _, operand_infos, result_infos):
-        _, params = static
-        operands, results = (
-            [Tiled(info.shape, _tiles(info)) for info in infos]
-            for infos in (operand_infos, result_infos)
-        )
-        plan = partition(operands, results, **dict(params))
-        local = plan.local or functools.partial(primitive.bind, **dict(params))
-
-        def per_device(*blocks):
-            # Traced while XLA compiles, under whatever jax.set_mesh is then active; with Explicit axes, jax.numpy
-            # would emit sharding annotations into a module that is partitioned already.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return list(local(*blocks))
-
-        devices = operand_infos[0].sharding._device_assignment
-        return (
-            Mesh(np.array(devices), (DEVICES,)),
-            per_device,
-            [_sharding_of(tiles, devices) for tiles in plan.results],
-            tuple(_sharding_of(tiles, devices) for tiles in plan.operands),
-        )
-
-    def rule(static, _, operand_types, result_types):
-        devices, params = static
-        shapes = [[tuple(t.shape) for t in types] for types in (operand_types, result_types)]
-        return sharding_rule(devices, *shapes, **dict(params))
-
-    partitioned = custom_partitioning(bind, static_argnums=(0,))
-    # Shardings come as XLA has them: it may cut an axis of the mesh in parts, which no axis of the mesh names.
-    partitioned.def_partition(partition=partition_call, sharding_rule=rule, decode_shardings=False)
-
-    def lower_partitioned(ctx, operands, params):
-        devices = ctx.module_context.axis_context.num_devices
-
-        def call(*operands):
-            # The partitioned call says nothing of itself but its shapes. Without this, two calls that differ in their
-            # parameters alone would be one entry of the persistent compilation cache.
-            with set_xla_metadata(jaxnorm=f"{target} {_lib.VERSION} {sorted(params.items())}"):
-                return partitioned((devices, tuple(sorted(params.items()))), *operands)
-
-        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    lower_partitioned = _partitioned(primitive, sharding_rule, partition)
 
     def lower_default(ctx, *operands, **params):
         return _formula(ctx, operands, params, f"platform {'/'.join(ctx.module_context.platforms)}")
@@ -473,6 +452,135 @@ def define_primitive(
     # set, and does not see through a lowering rule.
     dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
+
+
+def _partitioned(
+    primitive: Primitive,
+    sharding_rule: Callable,
+    partition: Callable,
+    identity: Callable[[dict], str] = lambda params: str(sorted(params.items())),
+) -> Callable:
+    """The lowering, (ctx, operands, params) -> results, of calls that several devices share.
+
+    Args:
+      primitive: which they bind, on blocks too.
+      sharding_rule: as in `define_primitive`.
+      partition: as in `define_primitive`.
+      identity: parameters -> text that tells them from others in every process.
+    """
+
+    # The number of devices and the parameters are the first, static argument: the number of operands varies.
+    def bind(static, *operands):
+        return primitive.bind(*operands, **dict(static[1]))
+
+    def partition_call(static, _, operand_infos, result_infos):
+        _, params = static
+        operands, results = (
+            [Tiled(info.shape, _tiles(info)) for info in infos]
+            for infos in (operand_infos, result_infos)
+        )
+        plan = partition(operands, results, **dict(params))
+        local = plan.local or functools.partial(primitive.bind, **dict(params))
+
+        def per_device(*blocks):
+            # Traced while XLA compiles, under whatever jax.set_mesh is then active; with Explicit axes, jax.numpy
+            # would emit sharding annotations into a module that is partitioned already.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return list(local(*blocks))
+
+        devices = operand_infos[0].sharding._device_assignment
+        return (
+            Mesh(np.array(devices), (DEVICES,)),
+            per_device,
+            [_sharding_of(tiles, devices) for tiles in plan.results],
+            tuple(_sharding_of(tiles, devices) for tiles in plan.operands),
+        )
+
+    def rule(static, _, operand_types, result_types):
+        devices, params = static
+        shapes = [[tuple(t.shape) for t in types] for types in (operand_types, result_types)]
+        return sharding_rule(devices, *shapes, **dict(params))
+
+    partitioned = custom_partitioning(bind, static_argnums=(0,))
+    # Shardings come as XLA has them: it may cut an axis of the mesh in parts, which no axis of the mesh names.
+    partitioned.def_partition(partition=partition_call, sharding_rule=rule, decode_shardings=False)
+
+    def lower(ctx, operands, params):
+        devices = ctx.module_context.axis_context.num_devices
+
+        def call(*operands):
+            # The partitioned call says nothing of itself but its shapes. Without this, two calls that differ in their
+            # parameters alone would be one entry of the persistent compilation cache.
+            with set_xla_metadata(jaxnorm=f"{primitive.name} {_lib.VERSION} {identity(params)}"):
+                return partitioned((devices, tuple(sorted(params.items()))), *operands)
+
+        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+    return lower
+
+
+# Whether compiled calls are partitioned where they have no kernel, too. Tests without a GPU set it.
+partition_everywhere = False
+
+
+def define_compiled(
+    primitive: Primitive,
+    *,
+    formula: Callable,
+    target: str,
+    call: Callable,
+    sharding_rule: Callable[..., SdyShardingRule],
+    partition: Callable[..., Partition],
+    identity: Callable[[dict], str | None],
+) -> None:
+    """Makes the calls of a formula's primitive FFI calls on GPUs, where they can be.
+
+    Args:
+      primitive: made by `define_formula`.
+      formula: what it was made of.
+      target: the FFI target, with its prefix.
+      call: (*avals, **params) -> (attributes of the FFI call, shapes of float32 scratch behind the results), or None
+        where there is none.
+      sharding_rule: as in `define_primitive`.
+      partition: as in `define_primitive`.
+      identity: parameters -> text that tells them from others in every process; None where XLA must partition the
+        formula.
+    """
+    lower_formula = mlir.lower_fun(formula, multiple_results=True)
+    lower_known = _partitioned(primitive, sharding_rule, partition, lambda p: str(identity(p)))
+
+    def lower_partitioned(ctx, operands, params):
+        if operands and identity(params) is not None:
+            return lower_known(ctx, operands, params)
+        return lower_formula(ctx, *operands, **params)
+
+    def lower_on_one_device(ctx, operands, params):
+        compiled = call(*ctx.avals_in, **params)
+        if compiled is None:
+            return lower_formula(ctx, *operands, **params)
+        attributes, scratch = compiled
+        memory = [ShapedArray(shape, np.float32) for shape in scratch]
+        results = len(ctx.avals_out)
+        ctx = ctx.replace(avals_out=[*ctx.avals_out, *memory])
+        return jax.ffi.ffi_lowering(target)(ctx, *operands, **attributes)[:results]
+
+    def lower_cuda(ctx, *operands, **params):
+        match _placement(ctx):
+            case "one device":
+                return lower_on_one_device(ctx, operands, params)
+            case "partition":
+                return lower_partitioned(ctx, operands, params)
+            case _:
+                return lower_formula(ctx, *operands, **params)
+
+    def lower_elsewhere(ctx, *operands, **params):
+        if partition_everywhere and _placement(ctx) == "partition":
+            return lower_partitioned(ctx, operands, params)
+        return lower_formula(ctx, *operands, **params)
+
+    mlir.register_lowering(primitive, lower_elsewhere)
+    mlir.register_lowering(primitive, lower_cuda, platform="cuda")
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
@@ -609,11 +717,48 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     >>> jax.export.deserialize(exported.serialize()).call(jnp.ones(4)).shape
     (4,)
     """
-    names = sorted(set().union(*(_lib.module(p).targets for p in _lib.PLATFORMS)))
+    targets = (*(_lib.module(p) for p in _lib.PLATFORMS), _lib.row_programs())
+    names = sorted(set().union(*(m.targets for m in targets)))
     return [jax.export.DisabledSafetyCheck.custom_call(_lib.TARGET_PREFIX + n) for n in names]
 
 
-# ---- programs, for autofuse ----
+# ---- programs ----
+
+# Caches a function of a program, which is told from others by identity, under the settings that JAX traces with.
+cached_by_program = weakref_lru_cache
+
+
+def trace_context():
+    """The settings that JAX traces with, to be part of a key."""
+    return config.trace_context()
+
+
+def closed_of(function: Callable, avals: Sequence):
+    """(closed jaxpr without constants of a function of arrays, arrays that it takes behind its operands)."""
+    closed = jax.make_jaxpr(function)(*avals)
+    jaxpr, consts = open_jaxpr(closed)
+    if not consts:
+        return closed, []
+    n = len(avals)
+
+    def with_operands(*args):
+        return eval_jaxpr(jaxpr, list(args[n:]), *args[:n])
+
+    return jax.make_jaxpr(with_operands)(*avals, *(v.aval for v in jaxpr.constvars)), consts
+
+
+def run_program(closed, *operands) -> list:
+    """Results of a closed jaxpr."""
+    jaxpr, consts = open_jaxpr(closed)
+    return eval_jaxpr(jaxpr, consts, *operands)
+
+
+def pruned(closed, used: Sequence[bool]):
+    """(the program of some of the results without dead code, which operands it takes)."""
+    jaxpr, consts = open_jaxpr(closed)
+    assert not consts
+    jaxpr, taken = pe.dce_jaxpr(jaxpr, list(used))
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, []), taken
 
 
 def struct_of(aval) -> jax.ShapeDtypeStruct:
@@ -653,8 +798,13 @@ def with_forward(thunk, change: Callable):
 
 
 def source_line(eqn) -> str:
-    """File and line of the user's code that an equation comes from."""
-    return source_info_util.summarize(eqn.source_info)
+    """File and line of the user's code that an equation comes from; "" if nothing but jaxnorm's code is known."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    frame = next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
+    if frame is None:
+        return ""
+    column = f":{frame.start_column}" if frame.start_column else ""
+    return f"{frame.file_name}:{frame.start_line}{column} ({frame.function_name})"
 
 
 def without_dead_code(closed):

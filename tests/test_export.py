@@ -188,7 +188,8 @@ def test_needs_no_checks_where_no_kernel_is_called(op):
 
 def test_export_checks_name_every_target():
     names = {check.is_custom_call() for check in jaxnorm.export_checks()}
-    targets = set().union(*(m.targets for m in jaxnorm.status().modules))
+    status = jaxnorm.status()
+    targets = set().union(*(m.targets for m in (*status.modules, status.row_programs)))
     assert names == {f"jaxnorm_{t}" for t in targets}
 
 
@@ -218,6 +219,6 @@ def test_eight_devices(op, spec, kind):
 
 
 def test_suite_covers_every_operation():
-    others = {"autofuse", "export_checks", "status"}
+    others = {"autofuse", "export_checks", "fuse", "status"}
     assert set(jaxnorm.__all__) - others <= set(OPS)
     assert suite.TRANSFORMATIONS

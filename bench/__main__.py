@@ -16,6 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       0; 1 when jaxnorm itself failed in some case; 2 when the arguments name nothing to time.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["fuse"]:
+        from bench import fuse
+
+        return fuse.main(argv[1:])
     options = _parse(argv)
     if options.list:
         for case in _cases(options):
@@ -72,7 +77,8 @@ def _parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Time jaxnorm against other implementations, in one process and on one device.",
-        epilog="bench.compare (python -m) compares two --json files, bench.roofline plots one, "
+        epilog="fuse in the place of OP times row programs, with options of its own. "
+        "bench.compare (python -m) compares two --json files, bench.roofline plots one, "
         "bench.tables writes README's tables.",
     )
     parser.add_argument("op", metavar="OP", choices=("all", *OPS), help="all, " + ", ".join(OPS))

@@ -1,4 +1,4 @@
-"""Writes tables of README and docs from the result files: `python -m bench.tables README.md docs/split-figures.md`.
+"""Writes tables of README and docs from the result files: `python -m bench.tables README.md docs/*.md`.
 
 A table follows a line `<!-- table: NAME -->` in the page, where NAME is one of `TABLES`, a paragraph a line
 `<!-- text: NAME -->` with one of `TEXTS`.
@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from bench.cases import BORDERS, CROSS_ENTROPY, DEFAULT_DIRECTIONS, NORMS
 from bench.compare import Key, index
+from bench.fuse import sweep
+from bench.row_programs import COLUMNS, MAIN, SWEEP
+from bench.row_programs import DIRECTIONS as ROW_DIRECTIONS
 from bench.timing import read_json
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -280,6 +283,53 @@ def _train() -> Rows:
     return rows
 
 
+def _fuse() -> Rows:
+    """Each row program at the size that users have; headings alone where no file has figures."""
+    records = _row_programs()
+    peers = _peers(records, "fuse")
+    named = ", ".join(["time", "of copy", *(PEERS[p] for p in peers)])
+    rows = [["bfloat16", f"forward: {named}", *ROW_DIRECTIONS[1:]]]
+    for ours in _cases(records, "fuse"):
+        if ours["tag"] != MAIN:
+            continue
+        cells = [
+            _cell(records, "fuse", ours["case"], direction, peers)
+            if ("fuse", ours["case"], direction, "jaxnorm") in records
+            else ""
+            for direction in ROW_DIRECTIONS
+        ]
+        rows.append([f"`{ours['family']}` {_shape(ours)}", *cells])
+    return rows
+
+
+def _fuse_columns() -> Rows:
+    """Three row programs over row lengths: fraction of a copy's rate, and the time of others divided by ours."""
+    records = _row_programs()
+    peers = _peers(records, "fuse")
+    families = list(dict.fromkeys(r["family"] for r in records.values() if r["tag"] == SWEEP))
+    named = ", ".join(["of copy", *(PEERS[p] for p in peers)])
+    head = ["columns"]
+    found = {}
+    for family in families:
+        head += [f"{family} forward: {named}", "vjp"]
+        for r in sweep(list(records.values()), family):
+            found[family, r["columns"], r["direction"]] = r["case"]
+    rows = [head]
+    for columns in COLUMNS if families else ():
+        cells = []
+        for family, direction in ((f, d) for f in families for d in ROW_DIRECTIONS[:2]):
+            case = found[family, columns, direction]
+            _, *figures = _cell(records, "fuse", case, direction, peers).split(", ")
+            cells.append(", ".join(figures))
+        rows.append([str(columns), *cells])
+    return rows
+
+
+def _row_programs() -> Records:
+    """Nothing before they are measured."""
+    return _read("fuse") if _path("fuse").exists() else {}
+
+
 _TWO_PROGRAMS = ("forward_train", "backward")
 
 TABLES: dict[str, Callable[[], Rows]] = {
@@ -296,6 +346,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         )
     },
     "program": _program,
+    "fuse": _fuse,
     "train": _train,
     "losses": _losses,
     "h100/norm": functools.partial(_norm, "h100", _TWO_PROGRAMS),
@@ -307,6 +358,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     ),
     "h200/batch_norm": functools.partial(_batch_norm, "h200", _TWO_PROGRAMS),
     "h200/relu": functools.partial(_relu, "h200", _TWO_PROGRAMS),
+    "fuse/columns": _fuse_columns,
 }
 
 
@@ -334,20 +386,29 @@ def _card(device: str, names: Sequence[str]) -> str:
     )
 
 
+def _fuse_card() -> str:
+    return _card(DEVICE, ["fuse"]) if _path("fuse").exists() else "No figures yet."
+
+
 TEXTS: dict[str, Callable[[], str]] = {
     "card": functools.partial(_card, DEVICE, (*REPORTED, "program")),
     "h100/card": functools.partial(_card, "h100", (*NORMS, "batch_norm")),
     "h200/card": functools.partial(
         _card, "h200", [name for name in REPORTED if name != "batch_norm_inference"]
     ),
+    "fuse/card": _fuse_card,
 }
 
 
 # ---- what they share ----
 
 
+def _path(name: str, device: str | None = None) -> pathlib.Path:
+    return RESULTS / f"{device or DEVICE}-{name}.json"
+
+
 def _run(name: str, device: str | None = None) -> dict:
-    return read_json(RESULTS / f"{device or DEVICE}-{name}.json")
+    return read_json(_path(name, device))
 
 
 def _header(name: str, device: str | None = None) -> dict:
@@ -426,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PAGE",
         nargs="+",
         type=pathlib.Path,
-        help="README.md docs/split-figures.md",
+        help="README.md docs/*.md",
     )
     for path in parser.parse_args(argv).pages:
         path.write_text(fill(path.read_text()))

@@ -1,4 +1,4 @@
-"""What resnet.py and transformer.py share: a training step, what it costs, a table and a plot of both runs.
+"""What the examples that train twice share: a training step, what it costs, a table and a plot of both runs.
 
 A model is (loss_of, params, rest): `loss_of(params, rest, *batch) -> (loss, rest)`, where `rest` is what is not
 differentiated, such as running statistics.
@@ -115,9 +115,9 @@ def train(models: dict[str, Model], optimizer, batches: Sequence[tuple]) -> dict
 # ---- what people read ----
 
 
-def norm_parser(doc: str) -> argparse.ArgumentParser:
+def norm_parser(doc: str, names: Sequence[str] = ("flax", "jaxnorm")) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--norm", choices=("flax", "jaxnorm", "both"), default="both")
+    parser.add_argument("--norm", choices=(*names, "both"), default="both")
     return parser
 
 

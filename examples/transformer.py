@@ -76,6 +76,30 @@ class Block(nn.Module):
         return x + nn.Dense(width, dtype=self.dtype)(h)
 
 
+class Text(NamedTuple):
+    """What is learnt: characters as numbers, and the entropy of their frequencies."""
+
+    tokens: np.ndarray
+    alphabet: str
+    entropy: float
+
+
+def source() -> Text:
+    """The source of argparse."""
+    text = pathlib.Path(argparse.__file__).read_text(encoding="utf-8")
+    alphabet = "".join(sorted(set(text)))
+    tokens = np.array([alphabet.index(c) for c in text], np.int32)
+    frequencies = np.bincount(tokens) / len(tokens)
+    return Text(tokens, alphabet, float(-(frequencies * np.log(frequencies)).sum()))
+
+
+def batches(text: Text, options) -> list[tuple[np.ndarray]]:
+    """Rows of LENGTH + 1 characters, for each step."""
+    rng = np.random.default_rng(options.seed)
+    starts = rng.integers(0, len(text.tokens) - LENGTH, (options.steps, BATCH, 1))
+    return [(text.tokens[rows + np.arange(LENGTH + 1)],) for rows in starts]
+
+
 class Transformer(nn.Module):
     """[batch, length] tokens -> [batch, length, tokens] logits of the token after each.
 
@@ -141,39 +165,39 @@ def sample(network: Transformer, params, alphabet: str, start: str, seed: int) -
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _training.norm_parser(__doc__)
     options = _training.finish_parsing(parser, argv, steps=300, plot="transformer.png")
-    text = pathlib.Path(argparse.__file__).read_text(encoding="utf-8")
-    alphabet = "".join(sorted(set(text)))
-    tokens = np.array([alphabet.index(c) for c in text], np.int32)
-    frequencies = np.bincount(tokens) / len(tokens)
-    entropy = float(-(frequencies * np.log(frequencies)).sum())
-    rng = np.random.default_rng(options.seed)
-    starts = rng.integers(0, len(tokens) - LENGTH, (options.steps, BATCH, 1))
-
+    text = source()
     networks = {
-        name: Transformer(library, len(alphabet), WIDTH, LAYERS, HEADS, LENGTH, jnp.float32)
+        name: Transformer(library, len(text.alphabet), WIDTH, LAYERS, HEADS, LENGTH, jnp.float32)
         for name, library in LIBRARIES.items()
         if options.norm in (name, "both")
     }
     runs = _training.train(
         {name: model_of(network, options.seed) for name, network in networks.items()},
         optax.adam(optax.linear_schedule(RATE, 0.0, options.steps)),
-        [(tokens[rows + np.arange(LENGTH + 1)],) for rows in starts],
+        batches(text, options),
     )
     lines = [
-        f"{name} wrote: {sample(n, runs[name].state.params, alphabet, '    def ', options.seed)}"
+        f"{name} wrote: {sample(n, runs[name].state.params, text.alphabet, '    def ', options.seed)}"
         for name, n in networks.items()
     ]
+    return report("Transformer, Python source", runs, options, text, lines)
+
+
+def report(
+    title: str, runs: dict[str, _training.Run], options, text: Text, lines: list[str]
+) -> int:
+    """The verdict: every run must be below the entropy of frequencies."""
     return _training.report(
-        "Transformer, Python source",
+        title,
         runs,
         options,
         notes=lines,
         problems=[
-            f"{name} reached a loss of {run.loss:.2f}, not less than the {entropy:.2f} of frequencies"
+            f"{name} reached a loss of {run.loss:.2f}, not less than the {text.entropy:.2f} of frequencies"
             for name, run in runs.items()
-            if not run.loss < entropy
+            if not run.loss < text.entropy
         ],
-        reached=f"every run is below the {entropy:.2f} of frequencies",
+        reached=f"every run is below the {text.entropy:.2f} of frequencies",
         tolerance=TOLERANCE,
     )
 

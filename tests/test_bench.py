@@ -15,7 +15,7 @@ import oracle
 import pytest
 
 from bench import __main__ as bench_main
-from bench import cases, compare, peers, roofline, tables, timing
+from bench import cases, compare, peers, roofline, row_programs, tables, timing
 from bench.cases import Case
 from jaxnorm import _timing
 
@@ -655,13 +655,14 @@ def test_roofline_draws_one_program(tmp_path, monkeypatch, found, asked, drawn):
         roofline.main([str(source), "--directions", "up"])
 
 
-# ---- the tables of README.md and docs/split-figures.md ----
+# ---- the tables of README.md and docs/ ----
 
-PAGES = (README, README.parent / "docs" / "split-figures.md")
+DOCS = README.parent / "docs"
+PAGES = (README, DOCS / "split-figures.md", DOCS / "fuse.md")
 
 
 def test_pages_have_what_was_measured():
-    """Written by `python -m bench.tables README.md docs/split-figures.md`."""
+    """Written by `python -m bench.tables README.md docs/*.md`."""
     for path in PAGES:
         page = path.read_text()
         assert tables.fill(page).splitlines() == page.splitlines()
@@ -714,6 +715,27 @@ def results(tmp_path, monkeypatch):
             }
             path = tmp_path / f"{device}-{op}.json"
             timing.write_json(path, {"header": header, "records": records})
+    records = [
+        {
+            "op": "fuse",
+            "case": case.name,
+            "family": case.family,
+            "tag": case.tag,
+            "shape": case.sizes,
+            "columns": case.sizes[-1],
+            "direction": direction,
+            "implementation": name,
+            "seconds": ratio * 1e-6,
+            "ratio": float(ratio),
+            "copy_fraction": 0.5 if case.tag == row_programs.MAIN else 0.75,
+            "error": None,
+        }
+        for case in row_programs.ALL
+        for direction in case.directions
+        for ratio, name in enumerate(("jaxnorm", "xla", "torch.compile"), start=1)
+    ]
+    path = tmp_path / f"{tables.DEVICE}-fuse.json"
+    timing.write_json(path, {"header": header, "records": records})
     return tmp_path
 
 
@@ -734,13 +756,32 @@ def test_pages_can_be_filled(page, results):
         head, line, *rows = table.splitlines()
         assert {row.count("|") for row in (line, *rows)} <= {head.count("|")}, name
         assert len(rows) >= (0 if name == "losses" else 3), name
-        if "/" not in name and name not in ("summary", "program", "train", "losses"):
+        if "/" not in name and name not in ("summary", "program", "fuse", "train", "losses"):
             assert "forward: time, of copy, XLA, PyTorch | both in one program |" in head
     said = " ".join(filled.split())
-    range_of = {"README.md": 1, "split-figures.md": 1}[
-        page.name
-    ]  # norms have no softmax beside them
+    # Norms have no softmax beside them; row programs are one file.
+    range_of = {"README.md": 1, "split-figures.md": 1, "fuse.md": 0}[page.name]
     assert said.count("in the same process, moves 2.97 to 2.98 TB/s.") == range_of
+
+
+def test_tables_of_row_programs(results):
+    """The programs of one table and the row lengths of the other; headings alone before they are measured."""
+    head, *rows = tables.TABLES["fuse"]()
+    assert head == ["bfloat16", "forward: time, of copy, XLA, torch.compile", "vjp", "both"]
+    assert len(rows) == len(row_programs.select(tag=row_programs.MAIN))
+    assert rows[0] == ["`rms_norm` 32768 × 4096", *["1.0 µs, 0.50, 2.00×, 3.00×"] * 3]
+    fp8 = next(row for row in rows if row[0].startswith("`rms_norm_fp8`"))
+    assert fp8[1:] == ["1.0 µs, 0.50, 2.00×, 3.00×", "", ""]
+    head, *rows = tables.TABLES["fuse/columns"]()
+    assert head[:3] == ["columns", "gated_rms_norm forward: of copy, XLA, torch.compile", "vjp"]
+    assert [row[0] for row in rows] == [str(c) for c in row_programs.COLUMNS]
+    assert rows[0][1:] == ["0.75, 2.00×, 3.00×"] * 6
+    # The programs' own sizes, where the sweep leaves them out.
+    assert rows[6][1:] == [*["0.50, 2.00×, 3.00×"] * 4, *["0.75, 2.00×, 3.00×"] * 2]
+    (results / f"{tables.DEVICE}-fuse.json").unlink()
+    assert tables.TABLES["fuse"]() == [["bfloat16", "forward: time, of copy", "vjp", "both"]]
+    assert tables.TABLES["fuse/columns"]() == [["columns"]]
+    assert tables.TEXTS["fuse/card"]() == "No figures yet."
 
 
 def test_summary_and_losses(results):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import processes
@@ -162,19 +163,28 @@ def example(name, *arguments, cwd):
         ("digits", 150, "jax.nn", "held-out accuracy", "OK: both runs reached 95%"),
         ("resnet", 35, "flax", "held-out accuracy", "OK: every run reached 95%"),
         ("transformer", 30, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
+        (
+            "fused_transformer",
+            30,
+            "plain",
+            "fused wrote:     def ",
+            "OK: every run is below the 2.9",
+        ),
     ],
 )
 def test_example_in_short(name, steps, first, row, verdict, tmp_path):
     done = example(name, "--steps", str(steps), "--plot", "out.png", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.strip().splitlines()
-    assert lines[1].split() == [first, "jaxnorm"]
+    assert lines[1].split() == [first, "fused" if first == "plain" else "jaxnorm"]
     assert row in done.stdout
     assert lines[-1].startswith(verdict)
     assert "their losses agree to" in lines[-1]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    # Counted, not timed: what jaxnorm is for.
-    for label in ("saved for backward", "temporary memory"):
+    # Counted, not timed: what jaxnorm is for. On a CPU a fused function is the plain one, of which XLA computes again
+    # what it likes.
+    on_cpu = first == "plain" and jax.default_backend() == "cpu"
+    for label in ("saved for backward", "temporary memory")[: 1 if on_cpu else 2]:
         cells = next(line for line in lines if label in line).split()
         assert 0 < float(cells[-3]) < float(cells[-5])
         assert int(cells[-1].rstrip("%")) < 90

@@ -305,7 +305,13 @@ def _fuse() -> Rows:
 def _fuse_columns() -> Rows:
     """Three row programs over row lengths: fraction of a copy's rate, and the time of others divided by ours."""
     records = _row_programs()
-    peers = _peers(records, "fuse")
+    swept = {r["case"] for r in records.values() if r["tag"] == SWEEP}
+    # What every row length was compared with.
+    peers = [
+        p
+        for p in _peers(records, "fuse")
+        if all(("fuse", case, "forward", p) in records for case in swept)
+    ]
     families = list(dict.fromkeys(r["family"] for r in records.values() if r["tag"] == SWEEP))
     named = ", ".join(["of copy", *(PEERS[p] for p in peers)])
     head = ["columns"]

@@ -180,8 +180,12 @@ def grid(call, shapes, resident_blocks) -> tuple[int, int, int, list[int]]:
         return rows, tiles, groups, dims
     limit = min(call.blocks, resident_blocks)
     chunks = min(max(limit // groups, 1), tiles)
-    if chunks >= call.chunk_multiple > 1:
+    if chunks >= call.chunk_multiple:
         chunks -= chunks % call.chunk_multiple
+    elif chunks < tiles:
+        chunks = min(call.chunk_multiple, tiles)
+        if groups * chunks > max(call.blocks, groups):
+            raise EmulatorError(f"{groups} groups of rows need {groups * chunks} blocks")
     assert chunks * groups <= max(call.blocks, groups)
     return rows, chunks, groups, dims
 

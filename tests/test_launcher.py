@@ -66,7 +66,8 @@ def test_compile(architecture):
 @needs_nvrtc
 def test_architecture_of_a_family():
     """Code for sm_100 runs on any sm_10x: an architecture that NVRTC does not know is compiled for one that it does."""
-    assert launcher.compile(SCALE, 109).cubin == launcher.compile(SCALE, 103).cubin
+    known = [launcher.compile(SCALE, architecture).cubin for architecture in range(103, 109)]
+    assert launcher.compile(SCALE, 109).cubin in known
     assert launch.can_compile_for(90)
     assert not launch.can_compile_for(50)
     with pytest.raises(RuntimeError, match=r"NVRTC \d+\.\d+ has no code for sm_50; install one"):

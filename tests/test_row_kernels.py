@@ -16,11 +16,9 @@ H100 = DEVICES[90]
 # Few rows are long enough for these by themselves, so that they are asked for.
 SCHEDULES = {
     "chosen": {},
-    "registers": {"source": "registers", "lanes": 64},
     "ring": {"source": "ring", "lanes": 32},
     "several rows at once": {"source": "registers", "rows_at_once": 2},
     "ring of tiles": {"source": "ring", "lanes": 8, "rows_at_once": 2},
-    "cluster": {"source": "ring", "cluster": 2, "lanes": 32},
     "cluster of long rows": {"source": "ring", "cluster": 4, "lanes": 64, "stages": 3},
     "stream": {"source": "stream", "lanes": 64, "slots": 1},
     "hoisted": {"source": "ring", "lanes": 64, "hoist": True},

@@ -257,7 +257,8 @@ def environment(monkeypatch):
 
 
 @pytest.mark.usefixtures("environment")
-def test_main_writes_json_and_plot(tmp_path, capsys):
+def test_main_writes_json_and_plot(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # where lines are narrower, headings break
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["fuse", "--small", "--only", "dyt,rms_norm_fp8,soft_capped_softmax_256"]
     arguments += ["--budget", "0.01", "--json", str(out), "--plot", str(picture)]

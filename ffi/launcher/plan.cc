@@ -141,7 +141,16 @@ Error SizeLaunches(const Plan& plan, const Buffers& buffers, int64_t resident, L
     if (plan.blocks > 0) {
       const int64_t limit = std::min(plan.blocks, std::max<int64_t>(resident, 1));
       chunks = std::clamp<int64_t>(limit / groups, 1, tiles);
-      if (chunks >= plan.chunk_multiple) chunks -= chunks % plan.chunk_multiple;
+      if (chunks >= plan.chunk_multiple) {
+        chunks -= chunks % plan.chunk_multiple;
+      } else if (chunks < tiles) {
+        // A smaller GPU than the plan was made for: some blocks wait for others.
+        chunks = std::min(plan.chunk_multiple, tiles);
+        if (groups * chunks > std::max(plan.blocks, groups)) {
+          return Invalid(Text(groups) + " groups of rows need " + Text(groups * chunks) + " blocks, the plan has " +
+                         Text(plan.blocks));
+        }
+      }
     }
     if (chunks > kMaxInt / groups / plan.cluster) {
       return Invalid(Text(launches->rows) + " rows in tiles of " + Text(plan.rows_per_tile) + " need more than " +
@@ -154,7 +163,8 @@ Error SizeLaunches(const Plan& plan, const Buffers& buffers, int64_t resident, L
   launches->finish_grid = {0, 0, 0};
   launches->finish_threads_y = 0;
   if (plan.has_finish) {
-    launches->finish_grid = {static_cast<unsigned>(plan.finish_x), static_cast<unsigned>(std::clamp<int64_t>(groups, 1, kMaxGridYZ)),
+    const int64_t finish_y = std::clamp<int64_t>(groups, 1, kMaxGridYZ);
+    launches->finish_grid = {static_cast<unsigned>(plan.finish_x), static_cast<unsigned>(finish_y),
                              static_cast<unsigned>(plan.finish_z)};
     unsigned y = 1;
     while (y < 32 && (plan.group_dims == 0 || y < chunks)) y *= 2;

@@ -154,8 +154,15 @@ SPILLED = {
     ("layer_norm_gelu_4095", "backward", 100): 200,
     ("layer_norm_gelu_4095", "backward", 120): 320,
     ("gated_rms_norm_16384", "backward", 90): 96,
-    ("layer_norm_gelu_131072", "backward", 90): 1000,
+    ("layer_norm_gelu_131072", "backward", 90): 1200,
 }
+
+# The same where JAX 0.11 and later write the gradient of tanh in another way.
+NEWER_PLANS = """
+soft_capped_softmax_2048 backward        128 2x8        1 128x4   registers    2
+soft_capped_softmax_4096 backward        256 2x8        1 256x2   registers    2
+soft_capped_softmax_8192 backward        512 2x8        1 512x1   ring 2       2 persistent hoist
+"""
 
 needs_nvrtc = pytest.mark.skipif(launcher.nvrtc()[0] is None, reason="NVRTC is not installed")
 
@@ -194,6 +201,9 @@ def line(name, direction, plan):
 def test_table_of_plans():
     """What `schedule` decides for each program."""
     wanted = PLANS.strip().splitlines()[1:]
+    if jax.__version_info__ >= (0, 11):
+        newer = {text.split(" ")[0]: text for text in NEWER_PLANS.strip().splitlines()}
+        wanted = [newer.get(t.split()[0], t) if "backward" in t else t for t in wanted]
     found = [
         line(name, direction, schedule(simplified(traced(name, direction)), H100))
         for name, direction in KERNELS

@@ -260,10 +260,6 @@ class _Builder:
         """As many panels, if there is one that is constant along the row."""
         return tuple(panels) * count if len(panels) == 1 else tuple(panels)
 
-    def place(self, value, dim) -> int:
-        """Checks that a dimension of an array is its columns, and returns the panels before each column."""
-        return self.view.kinds(value)[dim] == ["column"]
-
 
 def compute_dtype(dtype) -> np.dtype:
     """In which values of a stored dtype are computed."""

@@ -21,7 +21,6 @@ SCHEDULES = {
     "ring of tiles": {"source": "ring", "lanes": 8, "rows_at_once": 2},
     "cluster of long rows": {"source": "ring", "cluster": 4, "lanes": 64, "stages": 3},
     "stream": {"source": "stream", "lanes": 64, "slots": 1},
-    "hoisted": {"source": "ring", "lanes": 64, "hoist": True},
 }
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 3e-6, "float64": 1e-12}
 

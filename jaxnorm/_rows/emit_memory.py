@@ -149,13 +149,8 @@ class Memory(Base):
         strides, offset = n.attr
         bits = 64 if n.dtype.itemsize == 8 else 32
         keys = ", ".join(name(a, u) for a in n.args)
-        base = " + ".join(
-            f"(u64){row_index(self.sizes, row, k, k)} * {stride}" for k, stride in strides
-        )
-        layout_like = [(k, s) for k, s in strides]
-        if layout_like and all(isinstance(s, int) for _, s in layout_like):
-            base = addresses(self.program, Strides(tuple(layout_like)), row)
-        return f"random_bits{bits}({keys}, {base or '0'} + (u64)({column} + {offset}))"
+        base = addresses(self.program, Strides(strides), row)
+        return f"random_bits{bits}({keys}, {base} + (u64)({column} + {offset}))"
 
     def _ring(self):
         plan, w = self.plan, self.w
@@ -240,15 +235,9 @@ class Memory(Base):
                 continue
             for u in self.rows if i.whole or not self._alike(i) else (0,):
                 offset = addresses(self.program, i.layout, self.row("row", u))
-                scale = (
-                    " / 8"
-                    if i.layout.bits
-                    else f" * {i.dtype.itemsize}"
-                    if i.dtype.itemsize > 1
-                    else ""
-                )
-                if i.layout.bits:  # its strides count bytes
-                    scale = ""
+                # The strides of bits count bytes.
+                one_byte = i.layout.bits or i.dtype.itemsize == 1
+                scale = "" if one_byte else f" * {i.dtype.itemsize}"
                 w(
                     f"const char* const {self.row(f'row_of_in{i.number}', u)} = in{i.number} + ({offset}){scale};"
                 )

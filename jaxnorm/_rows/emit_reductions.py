@@ -131,8 +131,6 @@ class Reductions(Memory):
             if plan.persistent
             else "0"
         )
-        if plan.persistent is False and plan.passes > 1:
-            turn = "pass"
         which = (
             f"{number} & 1"
             if self.levels % 2 == 0 or turn == "0"

@@ -414,13 +414,14 @@ DEVICE char* dynamic_shared() { return emulator::current->block->shared; }
 #if __CUDA_ARCH__ >= 900
 // A copy lands as late as it can, at once, or some time in between, depending on the order. What its place held is gone
 // from the moment it starts.
-void barrier_init(u64* barrier);
+void barrier_init(u64* barrier, u32 arrivals);
 void barriers_ready();
 void barrier_expect(u64* barrier, u32 bytes);
 void barrier_wait(u64* barrier, u32 parity, int line = __builtin_LINE());
+bool arrives_last(u64* barrier);
 void bulk_load(char* to, const char* from, u32 bytes, u64* barrier);
 void cluster_sync(int line = __builtin_LINE());
-void cluster_store(u32* place, int rank, u32 value);
+void cluster_send(u32* place, int rank, u32 value, u64* barrier);
 #endif
 
 // ---- the emulator's inside, compiled once ----
@@ -460,14 +461,15 @@ u32 last_buffer;
 struct Barrier {
   bool ready;          // barriers_ready came after barrier_init
   u32 phase, arrived;  // the phase under way; arrivals in it
+  u32 arrivals;        // that end it
   long long expected;  // bytes that are still to land
   std::vector<Thread*> waiting;
   std::vector<u32> parities;
 };
 struct Copy {
   char* to;
-  const char* from;
-  u32 bytes;
+  const char* from;  // null: `value`
+  u32 bytes, value;
   Barrier* barrier;
   Block* block;
 };
@@ -597,7 +599,7 @@ static void release(Thread* first, u64 count) {
   }
 }
 static void complete(Barrier& barrier) {
-  if (!barrier.arrived || barrier.expected) return;
+  if (barrier.arrived < barrier.arrivals || barrier.expected) return;
   barrier.phase ^= 1, barrier.arrived = 0;
   std::vector<Thread*> free, stay;
   std::vector<u32> parities;
@@ -614,7 +616,7 @@ static void complete(Barrier& barrier) {
 static void land(u64 number) {
   const Copy copy = copies[number];
   copies.erase(copies.begin() + (long)number);
-  memcpy(copy.to, copy.from, copy.bytes);
+  memcpy(copy.to, copy.from ? copy.from : (const char*)&copy.value, copy.bytes);
   copy.barrier->expected -= copy.bytes;
   complete(*copy.barrier);
 }
@@ -923,11 +925,12 @@ static Barrier& find(u64* barrier) {
 
 using namespace emulator;
 
-void barrier_init(u64* barrier) {
+void barrier_init(u64* barrier, u32 arrivals) {
   if ((u64)barrier % 8) fail("a barrier at a misaligned address");
   if (!in_shared(barrier, 8)) fail("a barrier outside of shared memory");
   *barrier = kMagic;
   barriers[barrier] = Barrier();
+  barriers[barrier].arrivals = arrivals;
 }
 void barriers_ready() {
   for (auto& [place, barrier] : barriers) {
@@ -937,9 +940,16 @@ void barriers_ready() {
 void barrier_expect(u64* place, u32 bytes) {
   Barrier& barrier = find(place);
   if (barrier.arrived) fail("barrier_expect twice in one phase of a barrier");
+  if (barrier.arrivals != 1) fail("barrier_expect of a barrier at which several threads arrive");
   if (bytes >= 1 << 20) fail("a barrier counts less than 2^20 bytes");
   barrier.arrived = 1, barrier.expected += bytes;
   complete(barrier);
+}
+bool arrives_last(u64* place) {
+  Barrier& barrier = find(place);
+  const bool last = ++barrier.arrived == barrier.arrivals;
+  complete(barrier);
+  return last;
 }
 void barrier_wait(u64* place, u32 parity, int line) {
   Barrier& barrier = find(place);
@@ -959,7 +969,7 @@ void bulk_load(char* to, const char* from, u32 bytes, u64* place) {
     if (to < copy.to + copy.bytes && copy.to < to + bytes) fail("two bulk copies to one place are under way");
   }
   memset(to, 0xff, bytes);
-  copies.push_back({to, from, bytes, &barrier, current->block});
+  copies.push_back({to, from, bytes, 0, &barrier, current->block});
   if (order == 2 || (order == 3 && random_below(2))) land(copies.size() - 1);
 }
 void cluster_sync(int line) {
@@ -974,14 +984,22 @@ void cluster_sync(int line) {
   }
   next_thread();
 }
-void cluster_store(u32* place, int rank, u32 value) {
-  if ((u64)place % 4) fail("cluster_store to a misaligned address");
-  if (!in_shared(place, 4)) fail("cluster_store to outside of shared memory");
-  if (rank < 0 || rank >= (int)blocks.size()) fail("cluster_store to rank %d of %d", rank, (int)blocks.size());
-  if (!cluster_syncs) fail("cluster_store before the first cluster_sync: the other block may not have started");
-  const Block& block = blocks[(u64)rank];
-  if (block.ended == threads_of_block) fail("cluster_store to a block that has ended");
-  *(u32*)(block.shared + ((char*)place - current->block->shared)) = value;
+void cluster_send(u32* place, int rank, u32 value, u64* barrier) {
+  if ((u64)place % 4) fail("cluster_send to a misaligned address");
+  if (!in_shared(place, 4)) fail("cluster_send to outside of shared memory");
+  if (rank < 0 || rank >= (int)blocks.size()) fail("cluster_send to rank %d of %d", rank, (int)blocks.size());
+  if (!cluster_syncs) fail("cluster_send before the first cluster_sync: the other block may not have started");
+  Block& block = blocks[(u64)rank];
+  if (block.ended == threads_of_block) fail("cluster_send to a block that has ended");
+  char* const to = block.shared + ((char*)place - current->block->shared);
+  find(barrier);
+  Barrier& other = barriers.at((u64*)(block.shared + ((char*)barrier - current->block->shared)));
+  for (const Copy& copy : copies) {
+    if (to < copy.to + copy.bytes && copy.to < to + 4) fail("two values are sent to one place");
+  }
+  memset(to, 0xff, 4);
+  copies.push_back({to, nullptr, 4, value, &other, &block});
+  if (order == 2 || (order == 3 && random_below(2))) land(copies.size() - 1);
 }
 #endif
 #endif

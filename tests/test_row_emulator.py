@@ -189,18 +189,22 @@ CLUSTER = """
 extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(64)
 row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, int chunks, int d0) {
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5, rank = blockIdx.x % 4;
-  float* shared = (float*)dynamic_shared();
-  int turn = 0;
+  u64* filled = (u64*)dynamic_shared();
+  float* shared = (float*)(filled + 2);
+  if (t == 0) barrier_init(filled, 1), barrier_init(filled + 1, 1), barriers_ready();
+  int number = 0;
   FIRST_SYNC
-  for (long long r = blockIdx.x / 4; r < rows; r += chunks, turn ^= 1) {
+  for (long long r = blockIdx.x / 4; r < rows; r += chunks, ++number) {
     u32 w[2];
     const long long offset = (r * 512 + rank * 128 + t * 2) * 4;
     load<8>(w, i0 + offset);
     float sum = __uint_as_float(w[0]) + __uint_as_float(w[1]);
     UNROLL for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+    const int turn = number % 2;
     float* sums = shared + turn * 8;
-    if (lane < 4) cluster_store((u32*)(sums + rank * 2 + warp), lane, __float_as_uint(sum));
-    cluster_sync();
+    if (lane < 4) cluster_send((u32*)(sums + rank * 2 + warp), lane, __float_as_uint(sum), filled + turn);
+    if (t == 0) barrier_expect(filled + turn, 32);
+    barrier_wait(filled + turn, number / 2 % 2);
     sum = 0.f;
     UNROLL for (int i = 0; i < 8; ++i) sum += sums[i];
     UNROLL for (int v = 0; v < 2; ++v) w[v] = __float_as_uint(__uint_as_float(w[v]) - sum / 512.f);
@@ -216,36 +220,51 @@ row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, 
 def test_cluster(blocks, order):
     x = normal((20, 512))
     kernel = CLUSTER.replace("FIRST_SYNC", "cluster_sync();")
-    call = make_call(kernel, threads=64, cluster=4, shared_bytes=64, blocks=blocks)
+    call = make_call(kernel, threads=64, cluster=4, shared_bytes=80, blocks=blocks)
     (y,) = row_emulator.run(call, [x], [(x.shape, x.dtype)], order=order)
     np.testing.assert_allclose(y, x - x.mean(-1, keepdims=True), atol=1e-6)
 
 
 def test_cluster_errors():
     x = normal((2, 512))
-    run = lambda kernel, **fields: row_emulator.run(  # noqa: E731
-        make_call(kernel, **{"threads": 64, "cluster": 4, "shared_bytes": 64, **fields}),
+    run = lambda kernel, order="mixed", **fields: row_emulator.run(  # noqa: E731
+        make_call(kernel, **{"threads": 64, "cluster": 4, "shared_bytes": 80, **fields}),
         [x],
         [(x.shape, x.dtype)],
+        order=order,
     )
     with pytest.raises(EmulatorError, match="before the first cluster_sync"):
         run(CLUSTER.replace("FIRST_SYNC", ""))
     kernel = CLUSTER.replace("FIRST_SYNC", "cluster_sync();")
-    with pytest.raises(EmulatorError, match="cluster_store to outside of shared memory"):
-        run(kernel, shared_bytes=16)
-    with pytest.raises(EmulatorError, match="cluster_store to rank 2 of 2"):
+    with pytest.raises(EmulatorError, match="cluster_send to outside of shared memory"):
+        run(kernel, shared_bytes=20)
+    with pytest.raises(EmulatorError, match="cluster_send to rank 2 of 2"):
         run(kernel, cluster=2)
     # Without the last cluster_sync a block may end while another one writes to it.
     body = """
 extern "C" __global__ void row_program(const char* i0, char* o0, long long rows, int chunks, int d0) {
+  u64* barrier = (u64*)dynamic_shared();
+  if (threadIdx.x == 0) barrier_init(barrier, 1), barriers_ready();
   cluster_sync();
-  cluster_store((u32*)dynamic_shared(), 1 - blockIdx.x % 2, 0u);
+  FIRST
+  if (threadIdx.x == 0) cluster_send((u32*)(barrier + 1), 1 - blockIdx.x % 2, 0u, barrier), barrier_expect(barrier, 4);
+  WAIT
   END
 }
 """
-    run(body.replace("END", "cluster_sync();"), cluster=2)
+    end = {"FIRST": "", "WAIT": "barrier_wait(barrier, 0);", "END": "cluster_sync();"}
+
+    def change(**changes):
+        text = body
+        for name, line in {**end, **changes}.items():
+            text = text.replace(name, line)
+        return text
+
+    run(change(), cluster=2)
     with pytest.raises(EmulatorError, match="to a block that has ended"):
-        run(body.replace("END", ""), cluster=2)
+        run(change(FIRST="if (blockIdx.x % 2) return;"), cluster=2, order="reverse")
+    with pytest.raises(EmulatorError, match="while its bulk copies are under way"):
+        run(change(WAIT=""), cluster=2, order="forward")
 
 
 # Rows come through a ring of three places in shared memory, each with a barrier.
@@ -256,7 +275,7 @@ row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, 
   char* ring = dynamic_shared() + 32;
   u64* barriers = (u64*)dynamic_shared();
   if (t == 0) {
-    for (int s = 0; s < 3; ++s) barrier_init(barriers + s);
+    for (int s = 0; s < 3; ++s) barrier_init(barriers + s, 1);
     READY
   }
   __syncthreads();
@@ -623,7 +642,7 @@ def test_bulk_copies_end_before_the_block():
     body = """
       u64* barrier = (u64*)dynamic_shared();
       if (t == 0) {
-        barrier_init(barrier);
+        barrier_init(barrier, 1);
         barriers_ready();
         barrier_expect(barrier, 64);
         bulk_load(dynamic_shared() + 128, i0, 64, barrier);

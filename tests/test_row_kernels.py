@@ -20,6 +20,15 @@ SCHEDULES = {
     "several rows at once": {"source": "registers", "rows_at_once": 2},
     "ring of tiles": {"source": "ring", "lanes": 8, "rows_at_once": 2},
     "cluster of long rows": {"source": "ring", "cluster": 4, "lanes": 64, "stages": 3},
+    "parts of rows": {"source": "ring", "parts": True, "lanes": 32, "slots": 1},
+    "cluster with parts of rows": {
+        "source": "ring",
+        "parts": True,
+        "cluster": 2,
+        "lanes": 64,
+        "slots": 1,
+        "rows_at_once": 2,
+    },
     "stream": {"source": "stream", "lanes": 64, "slots": 1},
 }
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 3e-6, "float64": 1e-12}

@@ -1,17 +1,22 @@
 """The same results by fewer reductions and instructions; the graph's constructors do what is local."""
 
 import functools
+import math
 
-from jaxnorm._rows.graph import Graph, Node, is_literal
+from jaxnorm._rows.graph import AS_ELEMENT, Graph, Node, is_literal
 from jaxnorm._rows.rules import Program
 
 # Rows of so many bytes and more are read once where a maximum and a sum of exponentials can be one pass. In shorter
 # rows, which stay on chip, the second exponential costs more than the second reduction.
 ONE_PASS_BYTES = 40 * 1024
+# In rows of fewer columns, functions that wait for the maximum of their arguments cost more time than they save.
+MAXIMA_FIRST_COLUMNS = 1024
 
 
 def simplify(program: Program) -> Program:
     """The program that schedules are made for."""
+    if program.width >= MAXIMA_FIRST_COLUMNS:
+        program = _maxima_of_arguments(program)
     program = _share_logistic(program)
     wholes = [i for i in program.inputs.values() if i.whole]
     row_bytes = sum(i.panels * program.width * i.dtype.itemsize for i in wholes)
@@ -30,6 +35,46 @@ def _rewrite(program: Program, rule) -> Program:
         return done[node.number]
 
     return program.with_nodes(lambda output: [new(n) for n in output.nodes])
+
+
+INCREASING = {"tanh", "logistic", "erf", "exp", "exp2", "expm1"}
+
+
+def _maxima_of_arguments(program: Program) -> Program:
+    """The maximum of f(x) as f(the maximum of x) for increasing f, so that f is computed once a row; and the minimum."""
+    graph = program.graph
+
+    def rule(node, args):
+        if node.op != "reduce" or node.attr not in (("max",), ("min",)) or not node.floating:
+            return graph.again(node, args)
+        functions = []  # the outermost first
+        while all(_is_increasing(a) for a in args):
+            function = {(a.op, *(x.number for x in a.args if not x.column)) for a in args}
+            if len(function) > 1:
+                break
+            functions.append(args[0])
+            args = [next(x for x in a.args if x.column) for a in args]
+        result = graph.again(node, args)
+        for f in reversed(functions):
+            args = [result if x.column else x for x in f.args]
+            # Computed as the elements are, so that no element lies above the maximum.
+            result = graph.node(f.op, args, AS_ELEMENT if len(args) == 1 else None, f.dtype)
+        return result
+
+    return _rewrite(program, rule)
+
+
+def _is_increasing(node) -> bool:
+    """Whether a node is an increasing function of one element, defined for each number."""
+    if not node.column or not node.floating or any(a.dtype != node.dtype for a in node.args):
+        return False
+    if node.op in INCREASING:
+        return True
+    if node.op == "mul":
+        return any(is_literal(a) and 0 < a.attr < math.inf for a in node.args)
+    if node.op == "add" or (node.op == "sub" and node.args[0].column):
+        return any(is_literal(a) and abs(a.attr) < math.inf for a in node.args)
+    return False
 
 
 def _share_logistic(program: Program) -> Program:

@@ -139,20 +139,16 @@ class _Emitter(Sums, Reductions):
 
     def _tile(self):
         plan, w = self.plan, self.w
-        if plan.source == "ring":
-            w(f"const int stage = turn % {plan.stages};")
-            w(f"const char* const staged = shared + stage * {self.stage_bytes};")
-            w(f"barrier_wait(filled + stage, (turn / {plan.stages}) & 1);")
+        whole_stages = plan.source == "ring" and not plan.parts
+        if whole_stages:
+            self._wait_for_stage("turn")
         if plan.passes > 1:
             with w.block(f'_Pragma("unroll 1") for (int pass = 0; pass < {plan.passes}; ++pass)'):
                 self._rows_of_a_pass()
         else:
             self._rows_of_a_pass()
-        if plan.source == "ring":
-            w("__syncthreads();  // the stage has been read")
-            w(
-                f"if (const int next = tile + {plan.stages} * chunks; thread == 0 && next < tiles) fetch(next, stage);"
-            )
+        if whole_stages:
+            self._release_stage("turn")
 
     def _rows_of_a_pass(self):
         plan, w = self.plan, self.w
@@ -206,14 +202,20 @@ class _Emitter(Sums, Reductions):
                 node = next(n for n in self.phases.order if n.number == k)
                 for u in self.rows:
                     self._declare_kept(node, u)
-        elif plan.source != "stream":
+        elif plan.rounds == 1 and plan.source != "stream":
             self._forget()
         maxima = self._maxima(reductions)
         if plan.rounds > 1 or plan.source == "stream":
             with w.block(
                 f'_Pragma("unroll 1") for (int round = 0; round < {plan.rounds}; ++round)'
             ):
+                reads = [p for p, found in enumerate(self.evaluated) if found]
+                if plan.parts:
+                    w(f"const int part = turn * {plan.rounds} + round;")
+                    (self._wait_for_stage if number == reads[0] else self._use_stage)("part")
                 self._passes_over_slots(number, reductions, maxima, last, hold=True)
+                if plan.parts and number == reads[-1]:
+                    self._release_stage("part")
         else:
             self._passes_over_slots(number, reductions, maxima, last, hold=False)
         if reductions:

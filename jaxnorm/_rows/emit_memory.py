@@ -155,9 +155,23 @@ class Memory(Base):
     def _ring(self):
         plan, w = self.plan, self.w
         w(f"u64* const filled = (u64*)(shared + {self.memory.barriers});  // one barrier a stage")
-        with w.block("auto fetch = [&](int tile, int stage)"):
+        if plan.cluster > 1:
+            w(
+                f"u64* const received = filled + {plan.stages};  // one barrier for each set of partial results"
+            )
+        if plan.parts:
+            w(
+                f"u64* const readers = filled + {plan.stages + 2};  // of a stage: warps arrive that have read it"
+            )
+        with w.block(f"auto fetch = [&](int tile, {'int round, ' if plan.parts else ''}int stage)"):
             w(f"const u32 first = (u32)tile * {plan.rows_per_tile}u;")
             w(f"const u32 count = min_of({plan.rows_per_tile}u, group_rows - first);")
+            if plan.parts:
+                of_round = plan.lanes * plan.slots
+                w(f"const int slot = round * {of_round};")
+                w(f"const int slots = max_of(min_of(here - slot, {of_round}), 0);")
+            elif plan.cluster > 1:
+                w("const int slot = 0, slots = here;")
             if plan.shifted:
                 self._fetch_shifted()
             else:
@@ -165,20 +179,65 @@ class Memory(Base):
                     i.panels * self.program.width * i.dtype.itemsize for i in self.staged
                 )
                 slot_bytes = sum(i.panels * plan.vector * i.dtype.itemsize for i in self.staged)
-                part = f"{row_bytes}u" if plan.cluster == 1 else f"here * {slot_bytes}u"
+                part = f"slots * {slot_bytes}u" if self.by_slots else f"{row_bytes}u"
                 w(f"barrier_expect(filled + stage, count * {part});")
                 for i in self.staged:
                     self._fetch(i)
         w.lines[-1] += ";"
         with w.block("if (thread == 0)"):
-            w(f"for (int stage = 0; stage < {plan.stages}; ++stage) barrier_init(filled + stage);")
+            with w.block(f"for (int stage = 0; stage < {plan.stages}; ++stage)"):
+                w("barrier_init(filled + stage, 1);")
+                if plan.parts:
+                    w(f"barrier_init(readers + stage, {plan.threads // 32});")
+            if plan.cluster > 1:
+                w("barrier_init(received, 1), barrier_init(received + 1, 1);")
             w("barriers_ready();")
         w("__syncthreads();" if plan.cluster == 1 else "cluster_sync();")
         with w.block("if (thread == 0)"):
-            with w.block(
-                f"for (int stage = 0; stage < {plan.stages} && chunk + stage * chunks < tiles; ++stage)"
-            ):
-                w("fetch(chunk + stage * chunks, stage);")
+            tile, fetch = self._fetch_of("stage")
+            w(f"for (int stage = 0; stage < {plan.stages} && {tile} < tiles; ++stage) {fetch};")
+
+    @property
+    def by_slots(self) -> bool:
+        """Whether a stage has some of a row's slots instead of all."""
+        return self.plan.cluster > 1 or self.plan.parts
+
+    def _fetch_of(self, number) -> tuple[str, str]:
+        """(the tile of a stage, the call that fetches it); stages have numbers from a block's first one on."""
+        plan = self.plan
+        stage = number if number == "stage" else f"{number} % {plan.stages}"
+        if not plan.parts:
+            tile = f"chunk + {number} * chunks"
+            return tile, f"fetch({tile}, {stage})"
+        tile = f"chunk + {number} / {plan.rounds} * chunks"
+        return tile, f"fetch({tile}, {number} % {plan.rounds}, {stage})"
+
+    def _wait_for_stage(self, number):
+        """Declares `staged`, the stage of this number, when it has been filled."""
+        self._use_stage(number)
+        self.w(
+            f"barrier_wait(filled + {number} % {self.plan.stages}, ({number} / {self.plan.stages}) & 1);"
+        )
+
+    def _use_stage(self, number):
+        self.w(
+            f"const char* const staged = shared + {number} % {self.plan.stages} * {self.stage_bytes};"
+        )
+
+    def _release_stage(self, number):
+        """Fetches what comes into the stage of this number next, when all threads have read it.
+
+        Threads need not wait for each other after each part of a row: the last warp that has read it fetches.
+        """
+        w, plan, next_one = self.w, self.plan, f"({number} + {self.plan.stages})"
+        tile, fetch = self._fetch_of(next_one)
+        if plan.parts:
+            w("__syncwarp();")
+            last = f"lane_of_warp == 0 && arrives_last(readers + {number} % {plan.stages})"
+        else:
+            w("__syncthreads();")
+            last = "thread == 0"
+        w(f"if ({last} && {tile} < tiles) {fetch};")
 
     def _fetch_shifted(self):
         """Copies rows that begin anywhere: whole units of 16 bytes around them, but none beyond the array's end."""
@@ -203,7 +262,7 @@ class Memory(Base):
         plan, w, size = self.plan, self.w, i.dtype.itemsize
         pitch = row_pitch(self.program, self.plan, i)
         to = f"shared + stage * {self.stage_bytes} + {self.stage_offsets[i.number]}"
-        if plan.cluster == 1 and in_row_order(i.layout, self.program.row_sizes):
+        if not self.by_slots and in_row_order(i.layout, self.program.row_sizes):
             start = addresses(self.program, i.layout, "(first_row + first)")
             w(
                 f"bulk_load({to}, in{i.number} + ({start}) * {size}, count * {pitch}u, filled + stage);"
@@ -212,14 +271,16 @@ class Memory(Base):
         with w.block("for (u32 k = 0; k < count; ++k)"):
             start = addresses(self.program, i.layout, "(first_row + first + k)")
             w(f"const char* const from = in{i.number} + ({start}) * {size};")
-            if plan.cluster == 1:
+            if not self.by_slots:
                 w(f"bulk_load({to} + k * {pitch}u, from, {pitch}u, filled + stage);")
                 return
             bytes_of_slot = plan.vector * size
             for panel in range(i.panels):
-                at = f"from + {panel * self.program.width * size} + start * {bytes_of_slot}"
-                place = f"{to} + k * {pitch}u + {panel * self.part * bytes_of_slot}"
-                w(f"bulk_load({place}, {at}, here * {bytes_of_slot}u, filled + stage);")
+                at = (
+                    f"from + {panel * self.program.width * size} + (start + slot) * {bytes_of_slot}"
+                )
+                place = f"{to} + k * {pitch}u + {panel * pitch // i.panels}"
+                w(f"if (slots) bulk_load({place}, {at}, slots * {bytes_of_slot}u, filled + stage);")
 
     def _row_pointers(self):
         w = self.w
@@ -310,13 +371,9 @@ class Memory(Base):
         if i in self.staged:
             group = f"(group * {plan.rows_at_once * plan.passes} + " if plan.groups > 1 else "("
             which = f"{group}{f'pass * {plan.rows_at_once} + ' if plan.passes > 1 else ''}{u})"
-            place = (
-                panel
-                * (self.part if plan.cluster > 1 else width // plan.vector)
-                * plan.vector
-                * size
-            )
-            at = f"staged + {self.stage_offsets[number] + place} + {which} * {row_pitch(self.program, self.plan, i)}"
+            pitch = row_pitch(self.program, self.plan, i)
+            place = 0 if plan.shifted else panel * pitch // i.panels
+            at = f"staged + {self.stage_offsets[number] + place} + {which} * {pitch}"
             if plan.shifted:
                 # What lies at the row's ends comes from memory itself.
                 whole = f"load_shared<{plan.vector * size}>({target}, {at} + place_of_in{number} + first * {size});"
@@ -324,8 +381,9 @@ class Memory(Base):
                     f"if (edge) load_elements<{size}, {plan.vector}>({target}, {row}, first, 1, {width}); else {whole}"
                 )
             else:
+                slot = f"(k * {plan.lanes} + lane)" if plan.parts else "slot"
                 w(
-                    f"load_shared<{plan.vector * size}>({target}, {at} + slot * {plan.vector * size});"
+                    f"load_shared<{plan.vector * size}>({target}, {at} + {slot} * {plan.vector * size});"
                 )
             return
         row = f"{row} + {panel * width * size}" if panel else row
@@ -345,7 +403,7 @@ class Memory(Base):
     @property
     def _held_loads(self):
         """What is loaded into registers before the phases."""
-        if self.plan.source == "stream":
+        if self.plan.rounds > 1 or self.plan.source == "stream":
             return []
         held = [x for x in self.loads if self.program.inputs[x[0]].whole]
         if self.plan.hold_shared:

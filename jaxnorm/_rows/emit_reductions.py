@@ -120,8 +120,8 @@ class Reductions(Memory):
     def _exchange_warps(self, number, reductions, maxima, partials):
         """Each warp writes its part to shared memory, of all blocks of the cluster; each thread reads all parts.
 
-        There are two sets of places. Whoever writes the set of exchange n + 2 has passed the barrier of exchange n + 1,
-        so that all threads have passed it, which have read the set of exchange n before.
+        There are two sets of places. Whoever writes the set of exchange n + 2 has all parts of exchange n + 1, which
+        each warp sends after it has read the set of exchange n.
         """
         plan, w = self.plan, self.w
         turn = (
@@ -131,23 +131,26 @@ class Reductions(Memory):
             if plan.persistent
             else "0"
         )
-        which = (
-            f"{number} & 1"
-            if self.levels % 2 == 0 or turn == "0"
-            else f"({turn} * {self.levels} + {number}) & 1"
-        )
+        w(f"const int exchange_{number} = {turn} * {self.levels} + {number};")
+        which = f"exchange_{number} & 1"
         w(
             f"u32* const parts_{number} = (u32*)(shared + {self.memory.reductions})"
             f" + ({which}) * {self.memory.reduction_words};"
         )
-        places, place = {}, 0
+        places, place_end = {}, 0
         for n in reductions:
             for u in self.rows:
-                places[n, u] = place
-                place += partials * (2 if accumulator(n).itemsize == 8 else 1)
+                places[n, u] = place_end
+                place_end += partials * (2 if accumulator(n).itemsize == 8 else 1)
         for (n, u), place in places.items():
-            self._write_part(n, self._acc(n, u), f"parts_{number} + {place}", partials)
-        w("__syncthreads();" if plan.cluster == 1 else "cluster_sync();")
+            self._write_part(
+                n, self._acc(n, u), f"parts_{number} + {place}", f"received + ({which})"
+            )
+        if plan.cluster == 1:
+            w("__syncthreads();")
+        else:
+            w(f"if (thread == 0) barrier_expect(received + ({which}), {4 * place_end}u);")
+            w(f"barrier_wait(received + ({which}), (exchange_{number} >> 1) & 1);")
         read = functools.partial(self._part, number, places)
         others = [n for n in reductions if n not in maxima and not n.attr[0].endswith("below_max")]
         if partials <= (4 if maxima else 16):
@@ -155,7 +158,7 @@ class Reductions(Memory):
         else:
             self._add_parts_together(reductions, maxima, others, partials, read)
 
-    def _write_part(self, n, value, place, partials):
+    def _write_part(self, n, value, place, barrier):
         plan, w = self.plan, self.w
         wide = accumulator(n).itemsize == 8
         warps = max(1, plan.lanes // 32)
@@ -167,7 +170,8 @@ class Reductions(Memory):
             if plan.cluster == 1:
                 w(f"if (lane_of_warp == 0) ({at})[0] = {word};")
             else:
-                w(f"if (lane_of_warp < {plan.cluster}) cluster_store({at}, lane_of_warp, {word});")
+                sent = f"cluster_send({at}, lane_of_warp, {word}, {barrier});"
+                w(f"if (lane_of_warp < {plan.cluster}) {sent}")
 
     def _part(self, number, places, n, u, q) -> str:
         return f"(({c_type(accumulator(n))}*)(parts_{number} + {places[n, u]}))[{q}]"

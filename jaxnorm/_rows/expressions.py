@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from jaxnorm._rows.graph import BOOL, DOUBLE, FLOAT, Node
+from jaxnorm._rows.graph import AS_ELEMENT, BOOL, DOUBLE, FLOAT, Node
 
 C_TYPES = {
     "float32": "float",
@@ -146,7 +146,8 @@ def expression(node: Node, args: list[str], fast: bool) -> str:
         )
     if op in ("population_count", "clz"):
         return _bit_count(op, dtype, args[0])
-    if op in ("exp", "tanh", "logistic") and fast and node.column and dtype == FLOAT:
+    fast = fast and dtype == FLOAT and (node.column or node.attr == AS_ELEMENT)
+    if op in ("exp", "tanh", "logistic") and fast:
         return f"fast_{op}({args[0]})"
     if op == "logistic":
         one = literal(1, dtype)

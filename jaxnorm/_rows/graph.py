@@ -18,6 +18,9 @@ UINT: np.dtype = np.dtype(np.uint32)
 
 COMMUTATIVE = {"add", "mul", "max", "min", "eq", "ne", "and", "or", "xor"}
 
+# Attribute of a function whose value is one number a row: it is computed as the ones of elements are.
+AS_ELEMENT = "as element"
+
 # What one element costs, in instructions.
 COSTS = {
     "literal": 0,

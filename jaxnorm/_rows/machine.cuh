@@ -88,8 +88,8 @@ DEVICE char* dynamic_shared() {
 }
 #if __CUDA_ARCH__ >= 900
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEVICE void barrier_init(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+DEVICE void barrier_init(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 // After the last barrier_init, before anyone uses a barrier.
 DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -107,6 +107,21 @@ DEVICE void barrier_wait(u64* barrier, u32 parity) {
         : "memory");
   } while (!done);
 }
+// Arrives at a barrier, and whether nobody is to arrive after this thread. What all threads read before they arrived may
+// then be written.
+DEVICE bool arrives_last(u64* barrier) {
+  u64 state;
+  u32 pending, done = 0;
+  asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.pending_count.b64 %0, %1;" : "=r"(pending) : "l"(state));
+  if (pending == 1) {
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "l"(state)
+                 : "memory");
+  }
+  return done;
+}
 // Addresses and the number of bytes are multiples of 16.
 DEVICE void bulk_load(char* to, const char* from, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -120,10 +135,14 @@ DEVICE void bulk_load(char* to, const char* from, u32 bytes, u64* barrier) {
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Writes to where `place` lies in the shared memory of the cluster's block number `rank`.
-DEVICE void cluster_store(u32* place, int rank, u32 value) {
-  u32 address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(place)), "r"(rank));
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// Writes to where `place` lies in the shared memory of the cluster's block number `rank`, whose `barrier` counts it as
+// 4 bytes. Nobody waits for earlier stores, as a release would.
+DEVICE void cluster_send(u32* place, int rank, u32 value, u64* barrier) {
+  u32 to, counting;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counting) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(value),
+               "r"(counting)
+               : "memory");
 }
 #endif

@@ -5,7 +5,9 @@ with `slots` of it; a block holds several rows if lanes are few, a cluster of bl
 A row's data stay on chip between the phases of a program, which the row's reductions separate:
 
   registers   each thread loads its slots once (one tile of rows a block, or persistent blocks)
-  ring        bulk copies fill stages of shared memory ahead of persistent blocks
+  ring        bulk copies fill stages of shared memory ahead of persistent blocks. A stage has a tile of rows, or part
+              of one where rows are long: while one row is worked on, parts of the next one take the place of parts
+              that its last phase has read
   stream      rows too long for the chip: each phase reads them again, which costs nothing where there is one phase
 """
 
@@ -53,8 +55,12 @@ REGISTERS_MAX = 255  # of a thread
 REGISTERS_OTHER = 34
 # Rows of so many bytes are fetched ahead even where nothing is summed over rows: too few of them fit in registers.
 LONG_ROW = 24 * 1024
-# What each block of a cluster has of a row: two stages of it leave room for two blocks and more.
-CLUSTER_BYTES = 40 * 1024
+# Elements of a row, or of a block's part of it, beyond which one block of 1024 threads is not enough.
+LONG_PART = 16 * 1024
+# Of the shared memory of a ring whose stages have parts of rows, what rows may fill; the rest is fetched ahead.
+PARTS_FILL = 0.68
+# So many instructions for each byte from or to memory cost no time: nothing needs to be kept from phase to phase.
+FREE_INSTRUCTIONS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Plan:
       vector: columns of a slot.
       lanes: threads that share a row, or a block's part of it.
       slots: slots of a row that a thread works on at once.
-      rounds: how often it does so for a row; above 1 only in "stream".
+      rounds: how often it does so for a row; above 1 in "stream", and in a ring whose stages have parts of rows.
       threads: of a block.
       cluster: blocks that share a row.
       rows_at_once: rows that a group of `lanes` threads works on at once, so that they share column operands.
@@ -104,6 +110,11 @@ class Plan:
         return self.threads // self.lanes if self.lanes <= 32 else 1
 
     @property
+    def parts(self) -> bool:
+        """Whether a ring's stages have parts of rows, one for each round."""
+        return self.source == "ring" and self.rounds > 1
+
+    @property
     def rows_per_tile(self) -> int:
         return self.groups * self.rows_at_once * self.passes
 
@@ -114,7 +125,8 @@ class Plan:
 
     def __str__(self) -> str:
         row = f"a cluster of {self.cluster} blocks" if self.cluster > 1 else f"{self.lanes} threads"
-        held = {"ring": f"a ring of {self.stages} stages", "stream": "rows read in each phase"}.get(
+        stages = f"{self.stages} stages" + (f" for {self.rounds} parts a row" if self.parts else "")
+        held = {"ring": f"a ring of {stages}", "stream": "rows read in each phase"}.get(
             self.source, self.source
         )
         return (
@@ -252,6 +264,8 @@ class _Scheduler:
         long = count > 128
         can_ring = self._can_ring(vector, shifted)
         source = self._source(count, long, can_ring, shifted)
+        if source == "ring" and self._in_parts(vector, shifted):
+            return self._plan_of_parts(vector, count)
         cluster = self._cluster(source, shifted, vector)
         if source == "ring" and not self._fits_ring(cluster):
             source, cluster = "stream", 1
@@ -287,7 +301,9 @@ class _Scheduler:
         at_once = self._rows_at_once(
             source, cluster, long, vector, groups, group_rows, shifted, slots * elements
         )
-        passes = self._passes(source, cluster, groups, at_once, group_rows, shifted)
+        passes = 1
+        if source == "ring" and cluster == 1 and not shifted:
+            passes = self._passes(groups, at_once, group_rows)
         most_hoisted = 16 if self.heavy else 32
         plan = Plan(
             source=source,
@@ -402,19 +418,77 @@ class _Scheduler:
             return self.asked["cluster"]
         # An exchange within a block costs less than one between blocks.
         width, whole = self.program.width * self.panels, (self.device.shared_bytes - 8192) // 2
-        most = THREADS_MAX * 64 if not self.sums else (256 if self.heavy else 512) * 32
-        if self.row_bytes <= whole and width <= most:
+        most = 2 * LONG_PART if not self.sums else (256 if self.heavy else 512) * 32
+        alone = LONG_PART if self.cheap and not self.sums else most
+        if self.row_bytes <= whole and width <= alone:
             return 1
-        each = whole if self.sums else CLUSTER_BYTES
-        fits = (c for c in (2, 4, 8) if self.row_bytes <= each * c and width <= most * c)
+        fits = (c for c in (2, 4, 8) if self.row_bytes <= whole * c and width <= most * c)
         return next(fits, 8)
 
-    def _elements(self, cluster, vector, shifted) -> int:
+    def _in_parts(self, vector, shifted) -> bool:
+        """Whether the stages of a ring have parts of rows, which are whole units of 16 bytes."""
+        staged = [i for i in self.wholes if not i.layout.bits]
+        if self.sums or shifted or any(vector * i.dtype.itemsize % 16 for i in staged):
+            return False
+        if "parts" in self.asked:
+            return self.asked["parts"]
+        pair = self._fits_ring(2) and self.program.width * self.panels <= 2 * LONG_PART
+        fits = self.row_bytes <= 8 * PARTS_FILL * self.device.shared_bytes
+        return self.cheap and fits and not pair
+
+    @functools.cached_property
+    def cheap(self) -> bool:
+        """Whether each phase may compute everything again."""
+        stored = sum(o.layout.columns * o.dtype.itemsize for o in self.phases.wholes)
+        instructions = sum(n.cost for phase in self.phases.evaluated(()) for n in phase)
+        return instructions * self.program.width <= FREE_INSTRUCTIONS * (self.row_bytes + stored)
+
+    def _plan_of_parts(self, vector, count) -> Plan:
+        def cluster_of(rows):
+            room = PARTS_FILL * self.device.shared_bytes
+            return next((c for c in (1, 2, 4, 8) if rows * self.row_bytes <= room * c), 8)
+
+        # Operands of columns come from the L2 cache in each round.
+        column_bytes = sum(i.layout.columns * i.dtype.itemsize for i in self.columns)
+        several = column_bytes > self.row_bytes and cluster_of(2) <= 2
+        rows = self.asked.get("rows_at_once") or (2 if several else 1)
+        cluster = self.asked.get("cluster") or cluster_of(rows)
+        part = -(-count // cluster)
+        lanes = min(self.asked.get("lanes", THREADS_MAX), _round_up(part, 32))
+        # At least two parts a row, so that one is fetched while another one is read.
+        most_slots = max(1, min(16 // (self.panels * vector), part // (2 * lanes)))
+        slots = self.asked.get("slots") or most_slots
+        rounds = -(-part // (lanes * slots))
+        slots = -(-part // (lanes * rounds))
+        plan = Plan(
+            source="ring",
+            vector=vector,
+            lanes=lanes,
+            slots=slots,
+            rounds=rounds,
+            threads=lanes,
+            cluster=cluster,
+            rows_at_once=rows,
+            passes=1,
+            stages=0,
+            blocks=1,
+            persistent=True,
+            hoist=False,
+            hold_shared=True,
+            keep=frozenset(),
+            shifted=False,
+        )
+        # More parts than two rows have would wait in any case.
+        stages = self.asked.get("stages") or 2 * rounds
+        most = (self.device.shared_bytes - 4096) // stage_bytes(self.program, plan)
+        return self._with_registers(dataclasses.replace(plan, stages=max(1, min(stages, most))))
+
+    def _elements(self, cluster, part, vector, shifted) -> int:
         """Elements of a row that a thread should have."""
         if self.sums:
             return 8 if not self.levels and not self.heavy else 32 if self.heavy and shifted else 16
         if cluster > 1:
-            return 32 if self.heavy else 64
+            return 16 if self.cheap else 64
         if len(self.wholes) > 1 or vector == 1 or not self.levels or self.shared_rows:
             return 16
         return 32
@@ -425,7 +499,7 @@ class _Scheduler:
             return 1
         if source == "stream":
             return min(512, max(32, _round_up(part, 32)))
-        wanted = self._elements(cluster, vector, shifted)
+        wanted = self._elements(cluster, part, vector, shifted)
         in_warp = 16 if self.sums or self.columns else 32
         if part * elements <= 32 * in_warp:
             lanes = min(32, _power_of_2(part))
@@ -439,7 +513,7 @@ class _Scheduler:
         most = THREADS_MAX
         if self.sums:
             most = 256 if self.heavy else 512
-        elif source == "ring" and cluster == 1:
+        elif source == "ring" and (cluster == 1 or wanted == 64):
             most = 512
         slots = max(1, wanted // elements, -(-part // most))
         lanes = max(64, _round_up(-(-part // slots), 32))
@@ -482,10 +556,8 @@ class _Scheduler:
             rows //= 2
         return rows
 
-    def _passes(self, source, cluster, groups, at_once, group_rows, shifted) -> int:
+    def _passes(self, groups, at_once, group_rows) -> int:
         """Short rows are fetched in tiles of some kilobytes."""
-        if source != "ring" or cluster > 1 or shifted:
-            return 1
         passes, room = 1, 16384 + 8192 * (len(self.wholes) > 1)
         while passes < 16 and groups * at_once * passes * 2 * self.row_bytes <= room:
             if isinstance(group_rows, int) and group_rows % (groups * at_once * passes * 2):
@@ -636,6 +708,8 @@ def row_pitch(program: Program, plan: Plan, i) -> int:
     if plan.shifted:
         # From the multiple of 16 below the row's first byte to the one above its last.
         return _round_up(i.layout.columns * i.dtype.itemsize, 16) + 16
+    if plan.parts:
+        return i.panels * plan.slots * plan.lanes * plan.vector * i.dtype.itemsize
     columns = (
         i.layout.columns
         if plan.cluster == 1
@@ -665,7 +739,7 @@ class SharedMemory:
 
     reductions: int  # offset of the partial results
     reduction_words: int  # words of one set of partial results, of which there are two
-    barriers: int  # offset
+    barriers: int  # offset of two barriers a stage, and two for exchanges in a cluster
     total: int
 
 
@@ -688,7 +762,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0
     start = max(_round_up(stages, 128), _round_up(sum_bytes, 128), 512 if phases.row_sums else 0)
     barriers = start + _round_up(2 * words * 4, 128)
-    return SharedMemory(start, words, barriers, barriers + 128)
+    return SharedMemory(start, words, barriers, barriers + _round_up(16 * plan.stages + 16, 128))
 
 
 def shared_bytes(program: Program, plan: Plan) -> int:

@@ -40,6 +40,7 @@ FIELDS = {
     "source": SOURCES,
     "lanes": range(1, THREADS_MAX + 1),
     "cluster": (1, 2, 4, 8),
+    "parts": (False, True),
     "rows_at_once": (1, 2, 4),
     "blocks": range(1, 33),
     "hoist": (False, True),
@@ -74,7 +75,8 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
 
     bases: list[dict] = [{}, *({"source": source} for source in SOURCES)]
     if device.clusters:
-        bases += [{"source": "ring", "cluster": cluster} for cluster in FIELDS["cluster"]]
+        ring = [{"source": "ring", "parts": parts} for parts in FIELDS["parts"]]
+        bases += [{**base, "cluster": cluster} for base in ring for cluster in FIELDS["cluster"]]
     for base in bases:
         plan = add(**base)
         if plan not in found or (base and plan == default):
@@ -113,6 +115,7 @@ def can_run(program: Program, device: Device, plan: Plan) -> bool:
     """Whether a device has the threads, registers and shared memory of a plan."""
     return (
         plan.threads % 32 == 0
+        and (not plan.parts or plan.stages >= plan.rounds)
         and plan.threads <= THREADS_MAX
         and plan.threads * plan.blocks * 32 <= REGISTERS
         and (plan.lanes <= 32) == (plan.lanes in (1, 2, 4, 8, 16, 32))

@@ -439,7 +439,7 @@ class _Scheduler:
     @functools.cached_property
     def cheap(self) -> bool:
         """Whether each phase may compute everything again."""
-        stored = sum(o.layout.columns * o.dtype.itemsize for o in self.phases.wholes)
+        stored = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
         instructions = sum(n.cost for phase in self.phases.evaluated(()) for n in phase)
         return instructions * self.program.width <= FREE_INSTRUCTIONS * (self.row_bytes + stored)
 

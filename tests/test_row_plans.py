@@ -64,7 +64,7 @@ adaln backward                           256 2x8        1 256x1   ring 3       1
 qk_norm_rotary forward                     8 1x8       32 256x2   registers    0
 qk_norm_rotary backward                    8 1x8       32 256x2   registers    2 persistent hoist
 rms_norm_fp8 forward                     128 4x8        1 128x8   registers    0
-soft_capped_softmax forward               32 4x8        4 128x6   registers    1
+soft_capped_softmax forward               32 4x8        4 128x6   registers    2
 soft_capped_softmax backward              32 4x8        4 128x4   registers    2
 kl_distillation forward                  512 2x8*4      1 512x2   stream       0
 kl_distillation backward               2*1024 2x8        1 1024x1  ring 2       0 persistent hoist
@@ -130,7 +130,7 @@ soft_capped_softmax_256 forward            8 4x8       32 256x2   registers    2
 soft_capped_softmax_256 backward           8 4x8       32 256x2   registers    2
 soft_capped_softmax_512 forward           16 4x8       16 256x2   registers    2
 soft_capped_softmax_512 backward          16 4x8       16 256x2   registers    2
-soft_capped_softmax_1024 forward          32 4x8        4 128x6   registers    1
+soft_capped_softmax_1024 forward          32 4x8        4 128x6   registers    2
 soft_capped_softmax_1024 backward         32 4x8        4 128x4   registers    2
 soft_capped_softmax_2048 forward          64 4x8        1 64x12   registers    1
 soft_capped_softmax_2048 backward        128 2x8        1 128x6   registers    1

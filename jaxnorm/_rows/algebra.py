@@ -10,7 +10,7 @@ from jaxnorm._rows.rules import Program
 # rows, which stay on chip, the second exponential costs more than the second reduction.
 ONE_PASS_BYTES = 40 * 1024
 # In rows of fewer columns, functions that wait for the maximum of their arguments cost more time than they save.
-MAXIMA_FIRST_COLUMNS = 1024
+MAXIMA_FIRST_COLUMNS = 2048
 
 
 def simplify(program: Program) -> Program:

@@ -214,7 +214,7 @@ def _to_array(leaf, name):
 def _name_of_leaf(fn, args, kwargs, i) -> str:
     """The argument that leaf number i is or is in, by the name that it has in fn."""
     leaves, structure = jax.tree.flatten((args, kwargs))
-    # Numbers in the place of the leaves, of which two may be one object.
+    # Numbers take the place of the leaves, because two leaves may be one object.
     args, kwargs = jax.tree.unflatten(structure, range(len(leaves)))
     try:
         arguments = inspect.signature(fn).bind(*args, **kwargs).arguments

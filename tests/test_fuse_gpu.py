@@ -345,6 +345,9 @@ SCHEDULES = {
     "registers": [{"source": "registers"}, {"source": "registers", "lanes": 64}],
     "ring": [{"source": "ring", "stages": n} for n in (1, 2, 3, 4)],
     "ring of lanes": [{"source": "ring", "lanes": n} for n in (32, 64, 128)],
+    "parts": [
+        {"source": "ring", "parts": True, "slots": 1, "lanes": 64, "cluster": n} for n in (1, 2)
+    ],
     "stream": [{"source": "stream", "slots": 1}, {"source": "stream", "lanes": 64, "slots": 2}],
     "cluster": [{"source": "ring", "cluster": n, "lanes": 64} for n in (2, 4, 8)],
     "rows_at_once": [

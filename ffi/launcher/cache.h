@@ -9,7 +9,7 @@ namespace jaxnorm {
 
 // An entry is a file that holds its whole key, the compiler's log, the code and a checksum. A file that does not hold
 // exactly that is no entry: it is compiled again and replaced. Files are written under another name and renamed, so
-// several processes can share a folder, of which nobody else may write any part. Never fails: what cannot be read or
+// several processes can share a folder. Other users must not be able to write to it. Never fails: what cannot be read or
 // written is compiled each time.
 class Cache {
  public:

@@ -61,7 +61,7 @@ struct Plan {
   int cluster;             // blocks of a cluster, which then stands where a block would
   int64_t rows_per_tile;   // rows that a block takes at a time
   int64_t blocks;          // 0: a block for each tile. Otherwise at most so many, which go from tile to tile
-  int64_t chunk_multiple;  // with `blocks`: of which the number of chunks is a multiple, if it is not less
+  int64_t chunk_multiple;  // with `blocks`: the number of chunks is a multiple of this, or less
   int group_dims;          // leading row dimensions that number the groups of rows
   FixedVector<RowDim, kMaxRowDims> sizes;
   BufferList arguments;

@@ -26,7 +26,7 @@ packed_aval = _bits.aval
 
 
 def _unpack_formula(bits, *, n):
-    if bits.size == 0:  # of which unpackbits raises
+    if bits.size == 0:  # unpackbits raises for an empty array
         return [jnp.zeros((*bits.shape[:-1], n), bool)]
     return [jnp.unpackbits(bits, axis=-1, count=n, bitorder="little").astype(bool)]
 

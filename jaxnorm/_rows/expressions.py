@@ -1,4 +1,4 @@
-"""CUDA expressions: of a node from those of its arguments, of elements from the words that hold them, and back."""
+"""CUDA expressions: the expression of a node, given its arguments' expressions; elements from words of memory, and back."""
 
 import math
 
@@ -32,7 +32,7 @@ _OPERATORS = {
     "xor": "^",
 }
 
-# CUDA's names where they are not those of jax.lax; float32 functions have an f behind theirs.
+# CUDA's names of functions that jax.lax calls differently. The float32 function has an f at its end.
 _FUNCTIONS = {
     "erf_inv": "erfinv",
     "round_to_even": "rint",

@@ -478,7 +478,7 @@ class _Device:
         return self._blocks.cut(sorted(axes))
 
     def _needs_rows(self, equation) -> bool:
-        """Whether an equation asks for something of a row of which this device has a part."""
+        """Whether this device has a part of each row, and an equation needs the whole row."""
         values = (*equation.inputs, *equation.outputs)
         axes = [a for v in values for of_dim in self._program.of(v) for a in of_dim]
         if not self._column_cut or self._column not in axes:
@@ -738,7 +738,7 @@ class _Device:
                 array = jnp.where(inside, array, np.asarray(fill, array.dtype))
         return array
 
-    # ---- rows of which a device has a part ----
+    # ---- a device has a part of each row ----
 
     def _is_part(self, value) -> bool:
         """Whether a device has a part of the columns of an array."""
@@ -820,7 +820,7 @@ def _clipped(label, low, high):
 
 
 def _threefry(key, high, low):
-    """The two words of JAX's default generator at a place, of which there are two words too."""
+    """The two words of JAX's default generator at a place, which is given by two words."""
     keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
     high, low = high + keys[0], low + keys[1]
     for i in range(5):

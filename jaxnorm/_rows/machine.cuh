@@ -1,4 +1,4 @@
-// What row programs ask of the machine itself: PTX that CUDA C++ has no words for. NVRTC compiles this text in front of
+// What row programs ask of the machine itself: instructions that only PTX has. NVRTC compiles this text in front of
 // each kernel, without any other header. tests/cuda_on_cpu.h offers the same functions to a C++ compiler.
 typedef unsigned char u8;
 typedef unsigned short u16;

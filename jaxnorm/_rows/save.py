@@ -384,7 +384,7 @@ def cheapest_cut(
         size = math.prod(n if isinstance(n, int) else _SYMBOLIC_SIZE for n in aval.shape)
         if value in ends:
             return size * aval.dtype.itemsize * 8
-        # A bit more, so that of two cuts of one weight the one is taken that makes fewer arrays.
+        # One bit for the array itself: where two cuts cost the same, the cut with fewer arrays wins.
         return 2 * size * (1 if value in bits else aval.dtype.itemsize * 8) + 1
 
     network = Network(2 * len(flat.avals) + 2)

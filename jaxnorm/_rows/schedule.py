@@ -738,7 +738,7 @@ class SharedMemory:
     """Where a block's shared memory is used, in bytes."""
 
     reductions: int  # offset of the partial results
-    reduction_words: int  # words of one set of partial results, of which there are two
+    reduction_words: int  # words of one set of partial results; there are two sets
     barriers: int  # offset of two barriers a stage, and two for exchanges in a cluster
     total: int
 

@@ -43,6 +43,14 @@ PROGRAMS = {
     ),
     "cluster": (table.softmax, ("whole",), (20, 2048), {"source": "ring", "cluster": 2, "lanes": 64}),
     "cluster with sums": (table.layer_norm, NORM, (20, 2048), {"source": "ring", "cluster": 4, "lanes": 64}),
+    "parts of rows": (
+        table.soft_capped_softmax, ("whole",), (300, 4096),
+        {"source": "ring", "parts": True, "lanes": 64, "slots": 1},
+    ),
+    "cluster with parts of rows": (
+        table.softmax, ("whole",), (300, 4096),
+        {"source": "ring", "parts": True, "cluster": 2, "lanes": 64, "slots": 1, "rows_at_once": 2},
+    ),
     "stream": (table.layer_norm, NORM, (9, 4096), {"source": "stream", "lanes": 64, "slots": 1}),
     "shifted": (table.layer_norm, NORM, (37, 1023), {}),
     "shifted ring": (table.softmax, ("whole",), (37, 1023), {"source": "ring"}),

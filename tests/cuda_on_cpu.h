@@ -23,7 +23,6 @@ typedef unsigned long long u64;
 #define __host__
 #define __global__
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)

@@ -26,7 +26,6 @@ import jaxnorm
 from jaxnorm._rows import primitive, save
 from jaxnorm._rows.call import row_call
 from jaxnorm._rows.equations import NotARowProgram
-from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.rules import program_of
 from jaxnorm._rows.schedule import DEVICES
 
@@ -879,7 +878,7 @@ def test_a_result_that_all_rows_share_needs_a_row(for_h100):
 
     both = exported(lambda x, scale: (layer_norm(x, scale), jnp.exp(scale)))
     assert f"@{PROGRAM}" not in both.mlir_module()
-    y, twice = both.call(jnp.zeros((0, 64)), suite.rand((64,)))
+    y, twice = both.call(jnp.zeros((0, 64), "float32"), suite.rand((64,)))
     assert y.shape == (0, 64)
     assert_alike(twice, jnp.exp(suite.rand((64,))), 1e-6)
     assert f"@{PROGRAM}" in exported(layer_norm).mlir_module()

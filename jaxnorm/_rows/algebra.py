@@ -41,7 +41,7 @@ INCREASING = {"tanh", "logistic", "erf", "exp", "exp2", "expm1"}
 
 
 def _maxima_of_arguments(program: Program) -> Program:
-    """The maximum of f(x) as f(the maximum of x) for increasing f, so that f is computed once a row; and the minimum."""
+    """The maximum of f(x) as f(the maximum of x) for increasing f: f is computed once a row. Also minima."""
     graph = program.graph
 
     def rule(node, args):

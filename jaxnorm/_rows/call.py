@@ -10,7 +10,6 @@ from jaxnorm._primitive import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit
-from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.rules import Program, cached_program_of
 from jaxnorm._rows.schedule import (
     DEVICES,
@@ -112,12 +111,6 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
       NotARowProgram: if the jaxpr is none.
     """
     program = simplified(closed)
-    shared = any(not o.after and not o.layout.rows for o in program.outputs)
-    if shared and not all(isinstance(n, int) for n in program.row_sizes):
-        raise NotARowProgram(
-            "a result that all rows share",
-            "is written by no row if the symbolic number of rows is 0",
-        )
     plan = plan or schedule(program, device)
     phases = Phases(program)
     inputs = sorted({n.attr[0] for n in phases.order if n.op in ("input", "input_at", "key")})

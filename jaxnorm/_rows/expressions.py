@@ -1,4 +1,4 @@
-"""CUDA expressions: the expression of a node, given its arguments' expressions; elements from words of memory, and back."""
+"""CUDA expressions: of nodes, given the expressions of their arguments; of elements in words of memory, and back."""
 
 import math
 

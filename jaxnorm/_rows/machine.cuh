@@ -100,11 +100,10 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) {
 DEVICE void barrier_wait(u64* barrier, u32 parity) {
   u32 done;
   do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
   } while (!done);
 }
 // Arrives at a barrier, and whether nobody is to arrive after this thread. What all threads read before they arrived may

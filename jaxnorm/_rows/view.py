@@ -441,7 +441,7 @@ class View:
         return Layout(tuple(reversed(strides)), columns, packed is not None)
 
     def _source(self, program, axis):
-        """The input and dimension whose outermost part this axis is, and what the dimension's size must be divided by."""
+        """The input and dimension whose outermost part this axis is, and the divisor of the dimension's size."""
         for number, value in enumerate(program.inputs):
             for dim, axes in enumerate(self._dims.get(value, ())):
                 leaves = self._axes.leaves(axes)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench.cases import DEFAULT_DIRECTIONS, DIRECTIONS, DTYPES, OPS, Case, select
+from bench.options import add_timing, some_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,27 +113,22 @@ def _parse(argv) -> argparse.Namespace:
         default="jaxnorm",
         help="what is compared with the peers: jaxnorm's own choice, or its kernels always",
     )
-    parser.add_argument("--calls", type=int, default=30, help="calls timed on a GPU (default: 30)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns they are spread over on a GPU")
-    parser.add_argument(
-        "--budget", type=float, default=0.5, help="seconds per timing on a CPU (default: 0.5)"
-    )
-    parser.add_argument(
-        "--clock", choices=("auto", "trace", "wall"), default="auto", help="how to time"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results, after every case")
-    parser.add_argument("--plot", metavar="FILE", help="write a roofline plot")
-    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    add_timing(parser, calls=30, rounds=3, budget=0.5, plot="write a roofline plot")
     options = parser.parse_args(argv)
-    options.peers = [p for p in options.peers.split(",") if p and p != "none"]
-    known = ("xla", "xla-y", "torch", "torch.compile", "liger", "quack", "jaxnorm", "kernel")
-    for peer in options.peers:
-        if peer not in known:
-            parser.error(f"--peers must name some of {', '.join(known)}, got {peer}")
-    options.directions = [d for d in options.directions.split(",") if d]
-    for direction in options.directions:
-        if direction not in DIRECTIONS:
-            parser.error(f"--directions must name some of {', '.join(DIRECTIONS)}, got {direction}")
+    known = (
+        "xla",
+        "xla-y",
+        "torch",
+        "torch.compile",
+        "liger",
+        "quack",
+        "jaxnorm",
+        "kernel",
+        "none",
+    )
+    peers = some_of(parser, "peers", options.peers, known)
+    options.peers = [p for p in peers if p != "none"]
+    options.directions = some_of(parser, "directions", options.directions, DIRECTIONS)
     return options
 
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
+from bench.options import add_timing, some_of
 from bench.row_programs import COLUMNS, DIRECTIONS, MAIN, TAGS, RowProgram, select
 
 PEERS = ("xla", "torch", "torch.compile")
@@ -137,28 +138,12 @@ def _parse(argv) -> argparse.Namespace:
     parser.add_argument(
         "--small", action="store_true", help="sizes of the tests, on a GPU too; on a CPU always"
     )
-    parser.add_argument("--calls", type=int, default=20, help="calls timed on a GPU (default: 20)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns they are spread over on a GPU")
-    parser.add_argument(
-        "--budget", type=float, default=0.2, help="seconds per timing on a CPU (default: 0.2)"
-    )
-    parser.add_argument(
-        "--clock", choices=("auto", "trace", "wall"), default="auto", help="how to time"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results, after every case")
-    parser.add_argument("--plot", metavar="FILE", help="draw fractions of the copy rate")
-    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    add_timing(parser, calls=20, rounds=2, budget=0.2, plot="draw fractions of the copy rate")
     options = parser.parse_args(argv)
     options.only = [name for name in options.only.split(",") if name]
-    options.peers = [p for p in options.peers.split(",") if p and p != "none"]
-    options.directions = [d for d in options.directions.split(",") if d]
-    for name, given, known in (
-        ("peers", options.peers, PEERS),
-        ("directions", options.directions, DIRECTIONS),
-    ):
-        for value in given:
-            if value not in known:
-                parser.error(f"--{name} must name some of {', '.join(known)}, got {value}")
+    peers = some_of(parser, "peers", options.peers, (*PEERS, "none"))
+    options.peers = [p for p in peers if p != "none"]
+    options.directions = some_of(parser, "directions", options.directions, DIRECTIONS)
     return options
 
 

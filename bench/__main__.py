@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench.cases import DEFAULT_DIRECTIONS, DIRECTIONS, DTYPES, OPS, Case, select
-from bench.options import add_timing, some_of
+from bench.options import add_timing, peers_of, some_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,19 +115,8 @@ def _parse(argv) -> argparse.Namespace:
     )
     add_timing(parser, calls=30, rounds=3, budget=0.5, plot="write a roofline plot")
     options = parser.parse_args(argv)
-    known = (
-        "xla",
-        "xla-y",
-        "torch",
-        "torch.compile",
-        "liger",
-        "quack",
-        "jaxnorm",
-        "kernel",
-        "none",
-    )
-    peers = some_of(parser, "peers", options.peers, known)
-    options.peers = [p for p in peers if p != "none"]
+    known = ("xla", "xla-y", "torch", "torch.compile", "liger", "quack", "jaxnorm", "kernel")
+    options.peers = peers_of(parser, options.peers, known)
     options.directions = some_of(parser, "directions", options.directions, DIRECTIONS)
     return options
 

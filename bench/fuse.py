@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-from bench.options import add_timing, some_of
+from bench.options import add_timing, peers_of, some_of
 from bench.row_programs import COLUMNS, DIRECTIONS, MAIN, TAGS, RowProgram, select
 
 PEERS = ("xla", "torch", "torch.compile")
@@ -141,8 +141,7 @@ def _parse(argv) -> argparse.Namespace:
     add_timing(parser, calls=20, rounds=2, budget=0.2, plot="draw fractions of the copy rate")
     options = parser.parse_args(argv)
     options.only = [name for name in options.only.split(",") if name]
-    peers = some_of(parser, "peers", options.peers, (*PEERS, "none"))
-    options.peers = [p for p in peers if p != "none"]
+    options.peers = peers_of(parser, options.peers, PEERS)
     options.directions = some_of(parser, "directions", options.directions, DIRECTIONS)
     return options
 

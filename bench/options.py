@@ -36,6 +36,11 @@ def add_timing(
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
 
 
+def peers_of(parser: argparse.ArgumentParser, text: str, known: Sequence[str]) -> list[str]:
+    """The names in the text of --peers; "none" is none of them."""
+    return [p for p in some_of(parser, "peers", text, (*known, "none")) if p != "none"]
+
+
 def some_of(
     parser: argparse.ArgumentParser, name: str, text: str, known: Sequence[str]
 ) -> list[str]:

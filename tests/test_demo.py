@@ -181,8 +181,8 @@ def test_example_in_short(name, steps, first, row, verdict, tmp_path):
     assert lines[-1].startswith(verdict)
     assert "their losses agree to" in lines[-1]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    # Counted, not timed: what jaxnorm is for. On a CPU a fused function is the plain one, of which XLA computes again
-    # what it likes.
+    # Counted, not timed: what jaxnorm is for. On a CPU a fused function is the plain one, and XLA may
+    # compute any of its values again for backward.
     on_cpu = first == "plain" and jax.default_backend() == "cpu"
     for label in ("saved for backward", "temporary memory")[: 1 if on_cpu else 2]:
         cells = next(line for line in lines if label in line).split()

@@ -143,7 +143,7 @@ class Run:
         self.rank = len(program.rows) + 1
         self.count = 0
 
-    # ---- values: arrays with all row dimensions, of which some may be 1, and the columns ----
+    # ---- values: arrays with the columns and all row dimensions; a row dimension may have size 1 ----
 
     def dtype(self, dtype):
         if self.floats == "as stored" or not jnp.issubdtype(dtype, jnp.floating):

@@ -209,17 +209,26 @@ class _Emitter(Sums, Reductions):
             with w.block(
                 f'_Pragma("unroll 1") for (int round = 0; round < {plan.rounds}; ++round)'
             ):
-                reads = [p for p, found in enumerate(self.evaluated) if found]
                 if plan.parts:
-                    w(f"const int part = turn * {plan.rounds} + round;")
-                    (self._wait_for_stage if number == reads[0] else self._use_stage)("part")
-                self._passes_over_slots(number, reductions, maxima, last, hold=True)
-                if plan.parts and number == reads[-1]:
-                    self._release_stage("part")
+                    self._part_of_row(number, reductions, maxima, last)
+                else:
+                    self._passes_over_slots(number, reductions, maxima, last, hold=True)
         else:
             self._passes_over_slots(number, reductions, maxima, last, hold=False)
         if reductions:
             self._exchange(number, reductions, maxima)
+
+    def _part_of_row(self, number, reductions, maxima, last):
+        """What a phase does with one part of a row. The first phase that reads it waits, the last one releases it."""
+        reading = [p for p, found in enumerate(self.evaluated) if found]
+        self.w(f"const int part = turn * {self.plan.rounds} + round;")
+        if number == reading[0]:
+            self._wait_for_stage("part")
+        else:
+            self._use_stage("part")
+        self._passes_over_slots(number, reductions, maxima, last, hold=True)
+        if number == reading[-1]:
+            self._release_stage("part")
 
     def _passes_over_slots(self, number, reductions, maxima, last, hold):
         """One loop over the slots, or two where sums need the thread's maximum first."""

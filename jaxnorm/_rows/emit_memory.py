@@ -205,7 +205,7 @@ class Memory(Base):
     def _fetch_of(self, number) -> tuple[str, str]:
         """(the tile of a stage, the call that fetches it); stages have numbers from a block's first one on."""
         plan = self.plan
-        stage = number if number == "stage" else f"{number} % {plan.stages}"
+        stage = f"{number} % {plan.stages}"
         if not plan.parts:
             tile = f"chunk + {number} * chunks"
             return tile, f"fetch({tile}, {stage})"

@@ -85,6 +85,7 @@ def expression(node: Node, args: list[str], fast: bool) -> str:
     op, dtype = node.op, node.dtype
     of = node.args[0].dtype if node.args else dtype
     floating = of.kind == "f"
+    quick = fast and dtype == FLOAT and (node.column or node.attr == AS_ELEMENT)
     if op in ("add", "sub", "mul"):
         sign = {"add": "+", "sub": "-", "mul": "*"}[op]
         if floating:
@@ -106,7 +107,6 @@ def expression(node: Node, args: list[str], fast: bool) -> str:
     if op == "div":
         if not floating:
             return f"divide<{c_type(dtype)}>({args[0]}, {args[1]})"
-        quick = fast and node.column and dtype == FLOAT
         return f"__fdividef({args[0]}, {args[1]})" if quick else f"({args[0]} / {args[1]})"
     if op in ("max", "min"):
         if dtype == BOOL:
@@ -146,8 +146,7 @@ def expression(node: Node, args: list[str], fast: bool) -> str:
         )
     if op in ("population_count", "clz"):
         return _bit_count(op, dtype, args[0])
-    fast = fast and dtype == FLOAT and (node.column or node.attr == AS_ELEMENT)
-    if op in ("exp", "tanh", "logistic") and fast:
+    if op in ("exp", "tanh", "logistic") and quick:
         return f"fast_{op}({args[0]})"
     if op == "logistic":
         one = literal(1, dtype)

@@ -326,11 +326,15 @@ class _Scheduler:
             shifted=shifted,
         )
         if source == "ring":
-            stage = stage_bytes(self.program, plan)
-            most = self.device.shared_bytes - 4096
-            stages = self.asked.get("stages") or max(2, min(4, 49152 // max(stage, 1)))
-            plan = dataclasses.replace(plan, stages=max(1, min(stages, most // max(stage, 1))))
+            stage = max(stage_bytes(self.program, plan), 1)
+            plan = self._with_stages(plan, max(2, min(4, 49152 // stage)))
         return self._with_registers(plan)
+
+    def _with_stages(self, plan, wanted) -> Plan:
+        """The plan with as many stages as are asked for or wanted, and fit."""
+        most = (self.device.shared_bytes - 4096) // max(stage_bytes(self.program, plan), 1)
+        stages = max(1, min(self.asked.get("stages") or wanted, most))
+        return dataclasses.replace(plan, stages=stages)
 
     def _vector(self) -> tuple[int, bool]:
         """(columns of a slot, whether slots are shifted)."""
@@ -410,10 +414,14 @@ class _Scheduler:
         """Whether a cluster's blocks hold a row twice, one stage being fetched while another one is used."""
         return 2 * self.row_bytes / cluster <= self.device.shared_bytes - 8192
 
-    def _cluster(self, source, shifted, vector) -> int:
+    def _can_cut(self, vector, shifted) -> bool:
+        """Whether bulk copies can fetch a part of a row, which is whole units of 16 bytes."""
         staged = [i for i in self.wholes if not i.layout.bits]
-        if source != "ring" or shifted or any(vector * i.dtype.itemsize % 16 for i in staged):
-            return 1  # a block's part of a row is whole units of 16 bytes
+        return not shifted and all(vector * i.dtype.itemsize % 16 == 0 for i in staged)
+
+    def _cluster(self, source, shifted, vector) -> int:
+        if source != "ring" or not self._can_cut(vector, shifted):
+            return 1
         if "cluster" in self.asked:
             return self.asked["cluster"]
         # An exchange within a block costs less than one between blocks.
@@ -426,9 +434,8 @@ class _Scheduler:
         return next(fits, 8)
 
     def _in_parts(self, vector, shifted) -> bool:
-        """Whether the stages of a ring have parts of rows, which are whole units of 16 bytes."""
-        staged = [i for i in self.wholes if not i.layout.bits]
-        if self.sums or shifted or any(vector * i.dtype.itemsize % 16 for i in staged):
+        """Whether the stages of a ring have parts of rows."""
+        if self.sums or not self._can_cut(vector, shifted):
             return False
         if "parts" in self.asked:
             return self.asked["parts"]
@@ -479,9 +486,7 @@ class _Scheduler:
             shifted=False,
         )
         # More parts than two rows have would wait in any case.
-        stages = self.asked.get("stages") or 2 * rounds
-        most = (self.device.shared_bytes - 4096) // stage_bytes(self.program, plan)
-        return self._with_registers(dataclasses.replace(plan, stages=max(1, min(stages, most))))
+        return self._with_registers(self._with_stages(plan, 2 * rounds))
 
     def _elements(self, cluster, part, vector, shifted) -> int:
         """Elements of a row that a thread should have."""

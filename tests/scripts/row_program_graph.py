@@ -43,7 +43,7 @@ for i in range(20):
     )
     right.append(all(map(np.array_equal, results, expected)))
 
-# The thunk sequence has a line per thunk, those of a command buffer further indented than it.
+# The thunk sequence has a line per thunk. Thunks of a command buffer are indented further than the command buffer.
 (dump,) = pathlib.Path(sys.argv[1]).glob("*jit_f.thunk_sequence_after_thunk_passes.txt")
 captured, depth = 0, None
 for line in dump.read_text().splitlines():

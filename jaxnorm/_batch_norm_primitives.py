@@ -48,23 +48,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 
 from jaxnorm import _bits
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    Merge,
-    Partition,
-    acc_dtype,
+from jaxnorm._primitive.arithmetic import acc_dtype, pinned
+from jaxnorm._primitive.avals import (
     aval_like,
-    broadcast_fits,
-    define_dce,
-    define_formula,
-    define_primitive,
     joint_spec,
-    pinned,
-    sharding_factors,
     spec_of,
-    sum_to,
     vary_alike,
 )
+from jaxnorm._primitive.calls import broadcast_fits
+from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
+from jaxnorm._primitive.merge import Merge
+from jaxnorm._primitive.partition import Partition, sharding_factors
+from jaxnorm._primitive.rules import NOT_MAPPED, sum_to
 from jaxnorm._sharding import Blocks
 
 # Operands and results, in the order that calls have them; the n-th is bit n (ffi/batch_norm_args.h).

@@ -22,23 +22,17 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    acc_dtype,
+from jaxnorm._primitive.arithmetic import acc_dtype, pinned
+from jaxnorm._primitive.avals import (
     aval_like,
     broadcast_aval,
-    broadcast_fits,
-    broadcast_partition,
-    broadcast_sharding_rule,
     collapsed_aval,
-    define_dce,
-    define_formula,
-    define_primitive,
-    pinned,
-    split_scratch,
-    sum_to,
     vary_alike,
 )
+from jaxnorm._primitive.calls import broadcast_fits, split_scratch
+from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
+from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
+from jaxnorm._primitive.rules import NOT_MAPPED, sum_to
 from jaxnorm._sharding import Along
 
 # Names the operands that a call has, the tangents and the cotangents (ffi/norm_args.h holds the same numbers).

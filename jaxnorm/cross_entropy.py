@@ -28,20 +28,12 @@ from jax.typing import ArrayLike
 
 from jaxnorm import _check
 from jaxnorm._axes import merge_axes
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    acc_dtype,
-    broadcast_aval,
-    broadcast_fits,
-    broadcast_partition,
-    broadcast_sharding_rule,
-    collapsed_aval,
-    define_formula,
-    define_primitive,
-    split_scratch,
-    sum_to,
-    vary_alike,
-)
+from jaxnorm._primitive.arithmetic import acc_dtype
+from jaxnorm._primitive.avals import broadcast_aval, collapsed_aval, vary_alike
+from jaxnorm._primitive.calls import broadcast_fits, split_scratch
+from jaxnorm._primitive.define import define_formula, define_primitive
+from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
+from jaxnorm._primitive.rules import NOT_MAPPED, sum_to
 from jaxnorm._sharding import Along
 
 # Positions within a row are 32-bit numbers.

@@ -17,15 +17,10 @@ from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
 from jaxnorm import _bits, _check
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    Partition,
-    aval_like,
-    define_formula,
-    define_primitive,
-    sharding_factors,
-    vary_alike,
-)
+from jaxnorm._primitive.avals import aval_like, vary_alike
+from jaxnorm._primitive.define import define_formula, define_primitive
+from jaxnorm._primitive.partition import Partition, sharding_factors
+from jaxnorm._primitive.rules import NOT_MAPPED
 from jaxnorm._sharding import Blocks
 
 

@@ -28,23 +28,24 @@ from jax.extend.core import Literal
 from jax.interpreters import ad, batching
 
 from jaxnorm import _lib
-from jaxnorm._primitive import (
-    NOT_MAPPED,
+from jaxnorm._primitive.avals import (
     aval_like,
-    cached_by_program,
-    closed_of,
     cotangent_aval,
-    define_compiled,
-    define_dce,
-    define_formula,
-    open_jaxpr,
-    pruned,
-    run_program,
     same_place,
     spec_of,
     vary_alike,
     varying_axes,
 )
+from jaxnorm._primitive.calls import Call
+from jaxnorm._primitive.define import define_compiled, define_dce, define_formula
+from jaxnorm._primitive.programs import (
+    cached_by_program,
+    closed_of,
+    open_jaxpr,
+    pruned,
+    run_program,
+)
+from jaxnorm._primitive.rules import NOT_MAPPED
 from jaxnorm._rows import launcher, local, save, tune
 from jaxnorm._rows.bits import pack_bits_p
 from jaxnorm._rows.call import compiled_row_call, device_here
@@ -455,7 +456,7 @@ def _program_prune(used, params):
 
 def _program_call(*avals, jaxpr):
     compiled = compiled_call(typed(jaxpr, avals))
-    return compiled and (compiled.attributes, compiled.scratch)
+    return compiled and Call(TARGET, compiled.attributes, compiled.scratch)
 
 
 def kernel_program(closed):
@@ -504,11 +505,10 @@ def _warn_fallback(reason: str) -> None:
     )
 
 
-row_program_p = define_formula("row_program", abstract=_program_abstract, formula=_program_formula)
-define_compiled(
-    row_program_p,
+row_program_p = define_compiled(
+    "row_program",
+    abstract=_program_abstract,
     formula=_program_formula,
-    target=TARGET,
     call=_program_call,
     sharding_rule=local.sharding_rule,
     partition=functools.partial(local.partition, run=run),

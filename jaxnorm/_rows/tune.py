@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm import _lib, _report, _timing
-from jaxnorm._primitive import open_jaxpr
+from jaxnorm._primitive.programs import open_jaxpr
 from jaxnorm._rows import launcher
 from jaxnorm._rows.call import Call, compiled_row_call, row_call, simplified
 from jaxnorm._rows.rules import Program

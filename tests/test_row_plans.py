@@ -482,13 +482,13 @@ def test_tune_takes_the_fastest(cache, monkeypatch):
 
     def measure(workloads, **options):
         return {
-            name: tune._timing.Timing((1.0 if plan == best.plan else 2.0,), "wall")
+            name: tune.timer.Timing((1.0 if plan == best.plan else 2.0,), "wall")
             for name, plan in workloads.items()
         }
 
     monkeypatch.setattr(tune._Operands, "__init__", lambda self, closed: None)
     monkeypatch.setattr(tune._Operands, "workload", lambda self, call: call.plan)
-    monkeypatch.setattr(tune._timing, "measure", measure)
+    monkeypatch.setattr(tune.timer, "measure", measure)
     monkeypatch.setattr(
         launcher,
         "compile",

@@ -17,7 +17,7 @@ import pytest
 import row_emulator
 from hypothesis import strategies as st
 
-from jaxnorm._primitive import closed_of
+from jaxnorm._primitive.programs import closed_of
 from jaxnorm._rows import primitive
 from jaxnorm._rows.call import row_call, simplified
 from jaxnorm._rows.equations import NotARowProgram

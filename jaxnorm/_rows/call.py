@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxnorm._primitive import cached_by_program
+from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit

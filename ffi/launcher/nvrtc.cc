@@ -28,7 +28,7 @@ void OpenBuiltinsBeside(const fs::path& library) {
 
 Nvrtc::Nvrtc(const std::vector<std::string>& candidates) {
   const int driver = OpenedDriver().cuda / 1000;  // 0 without a driver: nothing can run, all can compile
-  std::string reasons = "NVRTC, which compiles row programs, was not found (";
+  std::string reasons = "NVRTC, which compiles kernels, was not found (";
   for (const std::string& candidate : candidates) {
     std::string reason = Open(candidate);
     if (reason.empty() && driver != 0 && major_ > driver) {
@@ -103,7 +103,7 @@ std::string Nvrtc::Compile(const std::string& source, const std::vector<std::str
   std::vector<const char*> pointers;
   for (const std::string& option : options) pointers.push_back(option.c_str());
   void* program = nullptr;
-  int result = CreateProgram(&program, source.c_str(), "row_program.cu", 0, nullptr, nullptr);
+  int result = CreateProgram(&program, source.c_str(), "jaxnorm.cu", 0, nullptr, nullptr);
   if (result != 0) return std::string("nvrtcCreateProgram: ") + GetErrorString(result);
   result = CompileProgram(program, static_cast<int>(pointers.size()), pointers.data());
   size_t size = 0;

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jax.interpreters import ad, batching
 
-from jaxnorm import _lib
+from jaxnorm import _launch, _lib
 from jaxnorm._primitive import (
     NOT_MAPPED,
     aval_like,
@@ -52,7 +52,6 @@ from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.rules import cached_program_of
 from jaxnorm._rows.save import Flat, cheapest_cut
 
-TARGET = _lib.TARGET_PREFIX + "row_program"
 # Under which a checkpoint policy finds what forward keeps.
 SAVED = _lib.TARGET_PREFIX + "fuse"
 
@@ -508,7 +507,7 @@ row_program_p = define_formula("row_program", abstract=_program_abstract, formul
 define_compiled(
     row_program_p,
     formula=_program_formula,
-    target=TARGET,
+    target=_launch.TARGET,
     call=_program_call,
     sharding_rule=local.sharding_rule,
     partition=functools.partial(local.partition, run=run),

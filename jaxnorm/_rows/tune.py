@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import _lib, _report, _timing
+from jaxnorm import _launch, _lib, _report, _timing
 from jaxnorm._primitive import open_jaxpr
 from jaxnorm._rows import launcher
 from jaxnorm._rows.call import Call, compiled_row_call, row_call, simplified
@@ -338,7 +338,7 @@ def kernel(closed, call: Call) -> Callable:
     """The function of a program's operands that a call computes, on a GPU."""
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
     scratch = [jax.ShapeDtypeStruct(shape, np.float32) for shape in call.scratch]
-    ffi_call = jax.ffi.ffi_call(_lib.TARGET_PREFIX + "row_program", [*results, *scratch])
+    ffi_call = jax.ffi.ffi_call(_launch.TARGET, [*results, *scratch])
     return lambda *operands: ffi_call(*operands, **call.attributes)[: len(results)]
 
 

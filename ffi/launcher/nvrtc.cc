@@ -90,9 +90,10 @@ int Nvrtc::TargetFor(int architecture) const {
 
 std::vector<std::string> Nvrtc::Options(int target) const {
   // A cubin: PTX of an NVRTC that is newer than the driver would be refused. Functions that a kernel does not use (177) are
-  // no reason for a warning.
+  // no reason for a warning. Generic lambdas have no annotation of where they run.
   std::vector<std::string> options = {"--gpu-architecture=sm_" + std::to_string(target), "--std=c++17",
-                                      "--ptxas-options=-v", "--diag-suppress=177"};
+                                      "--ptxas-options=-v", "--diag-suppress=177",
+                                      "--device-as-default-execution-space"};
   // NVRTC's own cache would leave out the report of registers and spills.
   if (major_ >= 13) options.push_back("--no-cache");
   return options;

@@ -48,7 +48,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxlib import xla_client  # see `_sharding_of`
 
-from jaxnorm import _lib
+from jaxnorm import _launch, _lib
 from jaxnorm._sharding import DEVICES, Blocks, Tiled
 
 NOT_MAPPED = None  # what a batching rule gets for an operand without a mapped axis
@@ -314,27 +314,25 @@ def broadcast_partition(local: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """A CUDA kernel that does the work of two calls, the second of which takes results of the first.
+    """A planned CUDA call that does the work of two, the second of which takes results of the first.
 
     The primitives have the parameters `names` and `results`: of their operands and results, in an order that all calls
     have.
 
     Attributes:
-      first: name of the first call's primitive, whose `merged` is true.
-      target: name of the FFI target that does both, without the prefix.
+      first: the operation of the first call, whose primitive's `merged` is true.
+      both: the operation that does both.
       passed: the first call's results, which must all be operands of the second.
       shared: names that the first call's operands have in the second one. Both must have the same of them.
       order: of all names.
-      scratch: as in `define_primitive`, of the call that does both.
-      fits: (*avals, **params) -> whether the kernel does what such a second call asks for, and is worth it.
+      fits: (*avals, **params) -> whether the call does what such a second call asks for, and is worth it.
     """
 
     first: str
-    target: str
+    both: str
     passed: tuple[str, ...]
     shared: tuple[str, ...]
     order: tuple[str, ...]
-    scratch: Callable[..., int]
     fits: Callable[..., bool]
 
 
@@ -350,6 +348,7 @@ def define_primitive(
     fits: Callable[..., bool] = lambda *avals, **params: True,
     kernel_form: Callable[..., Callable | None] = lambda bind, **params: None,
     scratch: Callable[..., int] | None = None,
+    plan: Callable[..., Any] | None = None,
     not_on_cuda: tuple[int, ...] = (),
     in_place: Callable[..., tuple[int, int] | None] | None = None,
     merged: bool = False,
@@ -373,6 +372,9 @@ def define_primitive(
         kernels take; None if they take this one. It runs on a device's blocks.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
         additional result.
+      plan: (operation, operands' avals, results' avals, **params) -> the plan of the CUDA call (`_kernels.plan.Plan`),
+        None where there is none. `operation` is `name`, or what `merge` says. Without `plan` the CUDA call is an FFI
+        target of its own.
       not_on_cuda: positions of operands that the CUDA call does not take, because its kernel computes them again.
         What computes them otherwise is dead code then, unless something else uses it.
       in_place: (platform, **params) -> positions of an operand and of the result that may take its memory, if there are
@@ -403,9 +405,10 @@ def define_primitive(
     def lower_kernel(platform, ctx, *operands, **params):
         if params["implementation"] == "xla":
             return lower_reference(ctx, *operands, **params)
-        module = _lib.module(platform)
-        if name not in module.targets:
-            _lib.warn_fallback(platform)
+        planned = plan is not None and platform == "cuda"
+        module = _lib.row_programs() if planned else _lib.module(platform)
+        if ("launch" if planned else name) not in module.targets:
+            _lib.warn_fallback(platform, module.reason)
             reason = module.reason or f"built without {name}"
             return _formula(ctx, operands, params, f"platform {platform} ({reason})")
         if not fits(*ctx.avals_in, platform=platform, **params):
@@ -414,17 +417,23 @@ def define_primitive(
             case "one device":
                 if form := kernel_form(primitive.bind, **params):
                     return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
-                return _ffi_call(ctx, operands, params, platform)
+                results = (_planned_call if planned else _ffi_call)(ctx, operands, params, platform)
+                return results or _formula(ctx, operands, params, "operands of this shape")
             case "partition":
                 return lower_partitioned(ctx, operands, params)
             case reason:
                 return _formula(ctx, operands, params, reason)
 
+    def _planned_call(ctx, operands, params, _):
+        if merge and (results := _merged_call(ctx, operands, params, merge, plan)):
+            return results
+        made = plan(name, ctx.avals_in, ctx.avals_out, **params)
+        if made is None:
+            return None
+        results = _call(_launch.TARGET, ctx, operands, made.attributes, made.scratch)
+        return _placeholders(results) if merged else results
+
     def _ffi_call(ctx, operands, params, platform):
-        if platform == "cuda" and merge and merge.target in _lib.module(platform).targets:
-            results = _merged_call(ctx, operands, params, merge, attributes)
-            if results is not None:
-                return results
         extra = scratch(*ctx.avals_in, **params) if scratch and platform == "cuda" else None
         aliases = {}
         if in_place and (positions := in_place(platform=platform, **params)):
@@ -435,8 +444,7 @@ def define_primitive(
             taken = [i for i in range(len(operands)) if i not in not_on_cuda]
             ctx = ctx.replace(avals_in=[ctx.avals_in[i] for i in taken])
             operands = [operands[i] for i in taken]
-        results = _call(target, ctx, operands, attributes(**params), extra, aliases)
-        return _placeholders(results) if merged and platform == "cuda" else results
+        return _call(target, ctx, operands, attributes(**params), extra, aliases)
 
     lowerings = {p: functools.partial(lower_kernel, p) for p in _lib.PLATFORMS}
 
@@ -612,7 +620,7 @@ def _placeholders(values):
     return [stablehlo.ReshapeOp(v.type, v).result for v in values]
 
 
-def _merged_call(ctx, operands, params, merge, attributes):
+def _merged_call(ctx, operands, params, merge, plan):
     """Results of a call that does the work of an earlier one too and replaces it; None where there is none such.
 
     Primitives are lowered one by one, and a collective may come between the two calls. So only the second one
@@ -622,7 +630,7 @@ def _merged_call(ctx, operands, params, merge, attributes):
     if not given.keys() >= {*merge.passed} or not merge.fits(*ctx.avals_in, **params):
         return None
     shared = [given[n] for n in merge.shared if n in given]
-    first = _call_behind([given[n] for n in merge.passed], _lib.TARGET_PREFIX + merge.first)
+    first = _call_behind([given[n] for n in merge.passed], merge.first)
     if first is None or list(first.operands) != shared:
         return None
     names = tuple(n for n in params["names"] if n not in merge.passed)
@@ -631,9 +639,13 @@ def _merged_call(ctx, operands, params, merge, attributes):
     avals = dict(zip(params["names"], ctx.avals_in, strict=True))
     avals |= zip(params["results"], ctx.avals_out, strict=True)
     avals_in = [avals[n] for n in names]
-    ctx = ctx.replace(avals_in=avals_in, avals_out=[avals[n] for n in results])
-    target, scratch = _lib.TARGET_PREFIX + merge.target, merge.scratch(*avals_in, **both)
-    values = _call(target, ctx, [given[n] for n in names], attributes(**both), scratch)
+    avals_out = [avals[n] for n in results]
+    made = plan(merge.both, avals_in, avals_out, **both)
+    if made is None:
+        return None
+    ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
+    given_both = [given[n] for n in names]
+    values = _call(_launch.TARGET, ctx, given_both, made.attributes, made.scratch)
     of: dict[str, Any] = dict(zip(results, values, strict=True))
     for name in merge.passed:
         holder = given[name].owner.operation
@@ -643,8 +655,8 @@ def _merged_call(ctx, operands, params, merge, attributes):
     return [of[n] for n in params["results"]]
 
 
-def _call_behind(values, target):
-    """The call of which these are all results but for its scratch, if nothing has used them yet."""
+def _call_behind(values, operation):
+    """The planned call of which these are all results but for its scratch, if nothing has used them yet."""
     holders = [v.owner for v in values]  # an argument belongs to a block, which has no name
     if any(getattr(h, "name", "") != "stablehlo.reshape" for h in holders):
         return None
@@ -652,7 +664,12 @@ def _call_behind(values, target):
     call = behind[0].owner
     if getattr(call, "name", "") != "stablehlo.custom_call":
         return None
-    if ir.StringAttr(call.attributes["call_target_name"]).value != target:
+    if ir.StringAttr(call.attributes["call_target_name"]).value != _launch.TARGET:
+        return None
+    if (
+        ir.StringAttr(ir.DictAttr(call.attributes["mhlo.backend_config"])["operation"]).value
+        != operation
+    ):
         return None
     # The same block: what is moved behind a call within a loop's body could not be used after the loop.
     current: Any = ir.InsertionPoint.current

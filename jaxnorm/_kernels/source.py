@@ -15,8 +15,13 @@ def _text(path: pathlib.Path) -> str:
     return path.read_text().strip()
 
 
+@functools.cache
+def _bare(file: str) -> str:
+    return without_comments(_text(_HERE / f"{file}.cuh"))
+
+
 def without_comments(text: str) -> str:
-    """C++ text without the lines and ends of lines that are comments. The text is part of each program that calls it."""
+    """C++ text without comments: it is part of each program that calls it."""
     lines = (re.sub(r"\s*//.*", "", line) for line in text.splitlines())
     return "\n".join(line for line in lines if line)
 
@@ -36,10 +41,10 @@ def assemble(
       sizes: bytes that each structure has, which the compiler checks.
     """
     # tests/kernels_on_cpu.py puts others in the place of these two.
-    parts = [_text(_MACHINE), without_comments(_text(_HERE / "memory.cuh"))]
-    parts.append(without_comments(_text(_HERE / "vectors.cuh")))
+    parts = [_text(_MACHINE), _bare("memory")]
+    parts.append(_bare("vectors"))
     parts.append(f"using T = {ELEMENTS[dtype]};")
     parts += [f"#define {name} {int(value)}" for name, value in constants.items()]
-    parts += [without_comments(_text(_HERE / f"{file}.cuh")) for file in files]
+    parts += map(_bare, files)
     parts += [f"static_assert(sizeof({name}) == {size});" for name, size in sizes.items()]
     return "\n".join(parts) + "\n"

@@ -20,8 +20,8 @@ DEVICE Known LoadKnown(const GroupArrays& arrays, u32 channel) {
 extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
     batch_norm_bwd(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
                        float epsilon) {
-  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  const ResidentTile tile(plan);
+  uint4* const shared_bytes = (uint4*)dynamic_shared();
+  const ResidentTile tile(plan, shared_bytes);
   const Resident block(plan, tile, shared_bytes);
   [[maybe_unused]] const u8* const bits = BWD_BITS == kNoBits ? nullptr : arrays.bits.Of<u8>(0);
   const auto load_bits = [&](u32 turn) { return bits[(block.at + turn * block.stride) / kCols]; };

@@ -14,6 +14,7 @@
 
 constexpr bool kAlike = RESIDENT_ALIKE;
 constexpr int kResidentThreads = 512;
+constexpr int kHeaderBytes = 128;  // of shared memory, for barriers
 constexpr int kCopyGroups = 7;    // what comes first is looked at while the rest is on its way
 constexpr int kChannelPosts = 5;  // that a lane reads at once: with 9, channels first took 2 % longer
 
@@ -104,14 +105,12 @@ struct ResidentTile {
   u32 lines, begin;  // its lines, and its first element
   u64* copied;       // barriers of the groups
 
-  __device__ __forceinline__ explicit ResidentTile(const ResidentPlan& plan) {
+  __device__ __forceinline__ ResidentTile(const ResidentPlan& plan, uint4* shared) : copied((u64*)shared) {
     u32 part;
     owner = plan.by_sharers.DivMod(blockIdx.x, &sharer);
     const u32 line = plan.by_parts.DivMod(sharer, &part) * plan.span;
     lines = min(plan.span, plan.lines - line);
     begin = line * plan.cols + (owner * plan.by_parts.divisor + part) * plan.tile;
-    __shared__ u64 barriers[kCopyGroups];
-    copied = barriers;
   }
 
   // Asks for all elements: by one thread, for whole lines or tiles at a time. A thread that copied its own would wait until
@@ -155,6 +154,7 @@ struct Resident {
   u32 sharer;      // this block, of those that share its channels
   u32 first_channel;
   u32 held;  // elements of a channel that the block has
+  const T* first_cells;  // the elements of array 0
   float* numbers;
   Sums* entries;
   u64* copied;  // barriers of the groups
@@ -169,7 +169,8 @@ struct Resident {
     stride = plan.rows * plan.cols;
     at = tile.begin + row * plan.cols + column * kCols;
     turns = row < min(plan.rows, tile.lines) ? plan.by_rows.Div(tile.lines - row + plan.rows - 1) : 0;
-    entries = reinterpret_cast<Sums*>(shared);
+    first_cells = reinterpret_cast<const T*>((const char*)shared + plan.cells);
+    entries = reinterpret_cast<Sums*>(shared + kHeaderBytes / sizeof(uint4));
     numbers = reinterpret_cast<float*>(shared + plan.numbers / sizeof(uint4));
     own_slot = kAlike ? plan.by_own_entries.Div(column) : column * kCols;
     cells_ = SharedAddress(shared) + plan.cells;
@@ -189,8 +190,7 @@ struct Resident {
 
   // The block's first element of a slot, in array 0, when the first group is there; 0 if it is not finite.
   __device__ __forceinline__ float First(u32 slot) const {
-    const T* const cells = reinterpret_cast<const T*>(reinterpret_cast<const char*>(entries) + plan.cells);
-    return Origin(ToAcc(cells[kAlike ? slot * plan.own_entries * kCols : slot]));
+    return Origin(ToAcc(first_cells[kAlike ? slot * plan.own_entries * kCols : slot]));
   }
   // Those of this thread's columns.
   __device__ __forceinline__ ColumnNumbers Firsts() const {

@@ -20,8 +20,8 @@ DEVICE Known LoadKnown(const GroupArrays& arrays, u32 inner, u32 channel) {
 extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
     batch_norm_train(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
                          u32 inner, float epsilon, int relu) {
-  extern __shared__ __align__(kLineBytes) uint4 shared_bytes[];
-  const ResidentTile tile(plan);
+  uint4* const shared_bytes = (uint4*)dynamic_shared();
+  const ResidentTile tile(plan, shared_bytes);
   tile.Copy(plan, shared_bytes);
   const Resident block(plan, tile, shared_bytes);
   // What the channels are given comes behind the copies, so it is looked at last.

@@ -19,6 +19,7 @@ from jaxnorm._rows.schedule import Device
 
 _WARP = 32
 _THREADS = 512
+_HEADER_BYTES = 128  # of shared memory, for barriers
 _COPY_GROUPS = 7
 _CHANNEL_POSTS = 5  # that a lane reads at once
 _MOST_BLOCKS = _WARP * _CHANNEL_POSTS
@@ -191,7 +192,7 @@ def _cut(
     return Layout(
         blocks=cols // tile * spans,
         threads=threads,
-        shared_bytes=all_bytes,
+        shared_bytes=_HEADER_BYTES + all_bytes,
         posts=shape.channels * (sharers + 1) + 1,
         totals=shape.channels * sharers,
         cost=turns * threads * _cell_bytes(item_bytes, arrays, bits) + exchange,
@@ -200,10 +201,10 @@ def _cut(
             _block_div(sharers),
             _block_div(parts),
             groups(first_turns * rows, group_turns * rows),
-            *unsigned(first_bytes + number_bytes),
+            *unsigned(_HEADER_BYTES + first_bytes + number_bytes),
         ],
         later=[
-            *unsigned(first_bytes, slots, rows),
+            *unsigned(_HEADER_BYTES + first_bytes, slots, rows),
             groups(first_turns, group_turns),
             *map(fast_div, (row_threads, rows, own_entries, fold)),
             *unsigned(first_bytes // (rows * row_threads) // 4 * 4, bit_word),  # whole words

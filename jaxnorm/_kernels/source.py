@@ -26,6 +26,11 @@ def without_comments(text: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
+def machine() -> list[str]:
+    """The parts of each text that use what only the machine has."""
+    return [_text(_MACHINE), _bare("memory")]
+
+
 def assemble(
     files: Sequence[str],
     dtype: str,
@@ -40,10 +45,7 @@ def assemble(
       constants: macros that the files read.
       sizes: bytes that each structure has, which the compiler checks.
     """
-    # tests/kernels_on_cpu.py puts others in the place of these two.
-    parts = [_text(_MACHINE), _bare("memory")]
-    parts.append(_bare("vectors"))
-    parts.append(f"using T = {ELEMENTS[dtype]};")
+    parts = [*machine(), _bare("vectors"), f"using T = {ELEMENTS[dtype]};"]
     parts += [f"#define {name} {int(value)}" for name, value in constants.items()]
     parts += map(_bare, files)
     parts += [f"static_assert(sizeof({name}) == {size});" for name, size in sizes.items()]

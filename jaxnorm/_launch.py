@@ -199,7 +199,7 @@ def _append(content: bytearray, words: dict[int, Word], members: list) -> None:
             _append(content, words, member)
         elif isinstance(member, Pointer):
             if member.buffer is not None:
-                words[len(content)] = pointer(*member)
+                words[len(content)] = pointer(member.buffer, member.offset)
             content += bytes(8)
         elif isinstance(member, Word):
             words[len(content)] = member

@@ -417,14 +417,17 @@ def define_primitive(
             case "one device":
                 if form := kernel_form(primitive.bind, **params):
                     return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
-                results = (_planned_call if planned else _ffi_call)(ctx, operands, params, platform)
+                if plan is not None and platform == "cuda":
+                    results = _planned_call(ctx, operands, params, plan)
+                else:
+                    results = _ffi_call(ctx, operands, params, platform)
                 return results or _formula(ctx, operands, params, "operands of this shape")
             case "partition":
                 return lower_partitioned(ctx, operands, params)
             case reason:
                 return _formula(ctx, operands, params, reason)
 
-    def _planned_call(ctx, operands, params, _):
+    def _planned_call(ctx, operands, params, plan):
         if merge and (results := _merged_call(ctx, operands, params, merge, plan)):
             return results
         made = plan(name, ctx.avals_in, ctx.avals_out, **params)

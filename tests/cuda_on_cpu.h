@@ -621,6 +621,8 @@ static void land(u64 number) {
 }
 static void next_thread() {
   while (runnable.empty() && !copies.empty()) land(order == 3 ? random_below((u32)copies.size()) : 0);
+  // Threads that look again and again for what another block writes are always runnable.
+  if (order == 3 && !copies.empty() && !random_below(64)) land(random_below((u32)copies.size()));
   if (runnable.empty()) return leave_to_scheduler();
   if (order == 3) std::swap(runnable.back(), runnable[random_below((u32)runnable.size())]);
   Thread* next = runnable.back();

@@ -30,7 +30,11 @@ def _library(text: str, kernels: tuple[str, ...], architecture: int) -> ctypes.C
 
 
 def _bytes(argument: _launch.Argument, arrays, tag: int) -> bytes:
-    values = {0: lambda w: w.value, 1: lambda w: arrays[w.value].ctypes.data + w.offset, 2: lambda w: tag}
+    values = {
+        0: lambda w: w.value,
+        1: lambda w: arrays[w.value].ctypes.data + w.offset,
+        2: lambda w: tag,
+    }
     return b"".join(struct.pack("<q", values[word.kind](word)) for word in argument)
 
 
@@ -62,7 +66,10 @@ def run(plan, operands, results, architecture=90, times=1, seconds=100.0) -> lis
         if not np.array_equal(content, array):
             raise EmulatorError(f"operand {number} was written to")
     made = arrays[len(operands) :]
-    return [a.copy().view(dtype).reshape(shape) for a, (shape, dtype) in zip(made, results, strict=False)]
+    return [
+        a.copy().view(dtype).reshape(shape)
+        for a, (shape, dtype) in zip(made, results, strict=False)
+    ]
 
 
 def _run(library, launch, arrays, memory, seconds):

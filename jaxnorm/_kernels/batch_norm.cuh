@@ -2,10 +2,11 @@
 //
 // One group of an array is flat memory in which channels come back: element p belongs to channel p % cols / inner, with
 // cols = channels * inner. That is all the kernels know of a layout, so that channels last (inner = 1), channels first
-// and whatever is between are the same code. The array is cut into lines of `period` elements, a multiple of cols and of
-// 8, so that what stands below each other in two lines is of one channel. A thread has 8 neighbouring columns and goes
-// down the lines: what it needs to know of its channels it finds once, and every access is a whole aligned 16 bytes,
-// which also makes a byte of the ReLU's bits. A block has the columns of a tile: 4 KiB of 16-bit elements at most.
+// and whatever is between are the same code. The array is cut into lines of `period` elements, a multiple of cols and
+// of 8, so that what stands below each other in two lines is of one channel. A thread has 8 neighbouring columns and
+// goes down the lines: what it needs to know of its channels it finds once, and every access is a whole aligned 16
+// bytes, which also makes a byte of the ReLU's bits. A block has the columns of a tile: 4 KiB of 16-bit elements at
+// most.
 //
 // Bits of rows that are not whole bytes are moved by one thread of the block to the other through shared memory,
 // several lines in one word (bits.cuh).
@@ -43,13 +44,13 @@ struct GroupArrays {
 // ---- How an array is cut ----
 
 struct Lines {
-  i64 size;             // elements of a group
+  i64 size;         // elements of a group
   i64 cols, inner;  // of a group: channels * inner, elements of a channel that are neighbours
   i64 channels;
-  i64 period;           // elements of a line, a multiple of 8 and of cols
+  i64 period;       // elements of a line, a multiple of 8 and of cols
   i64 lines, full;  // all, and those that do not end early: all, or all but the last
-  int tile, tiles;      // columns of a tile, a multiple of 8 (the last tile of a line may be narrower)
-  int rows;                 // lines that a block works on at once
+  int tile, tiles;  // columns of a tile, a multiple of 8 (the last tile of a line may be narrower)
+  int rows;         // lines that a block works on at once
   FastDiv by_cols, by_inner, by_tile;
   bool wide;  // beyond what FastDiv divides
 
@@ -81,17 +82,15 @@ struct Lines {
   }
 
   // Columns that tile `t` has.
-  __device__ __forceinline__ int Width(int t) const {
-    return static_cast<int>(min(i64{tile}, period - i64{t} * tile));
-  }
+  __device__ __forceinline__ int Width(int t) const { return static_cast<int>(min(i64{tile}, period - i64{t} * tile)); }
 };
 
 // A launch: each block has a tile and `span` lines of a group. Neighbouring blocks have neighbouring tiles, so that
 // together they walk through memory in order.
 struct Spans {
-  int span;        // lines of a block
-  u32 spans;  // of a group: blocks that share a tile
-  FastDiv by_blocks;   // of a group: spans * tiles
+  int span;           // lines of a block
+  u32 spans;          // of a group: blocks that share a tile
+  FastDiv by_blocks;  // of a group: spans * tiles
   FastDiv by_tiles;
   bool aligned;  // arrays begin on 16 bytes
 };
@@ -102,10 +101,10 @@ struct Part {
   u32 group;
   i64 begin, full, end;  // lines; those before `full` by vectors
   int tile, width;
-  i64 column;  // this thread's first, in a line
-  int place;       // and in the tile
-  int row;         // its first line, from that of the block
-  bool active;     // it has columns of the tile
+  i64 column;   // this thread's first, in a line
+  int place;    // and in the tile
+  int row;      // its first line, from that of the block
+  bool active;  // it has columns of the tile
 };
 
 // `reversed`: the last blocks of the launch begin where memory begins.
@@ -146,8 +145,8 @@ class Channels {
     first_ = lines.Channel(column < lines.period ? column : column - lines.period, &inner_index_);
   }
 
-  // values[i][j] = arrays[i][channel of column j * stride], of the arrays that are there. All loads are under way before one
-  // is waited for: array after array took an eighth of the time of blocks that have few lines.
+  // values[i][j] = arrays[i][channel of column j * stride], of the arrays that are there. All loads are under way
+  // before one is waited for: array after array took an eighth of the time of blocks that have few lines.
   template <int kN, class V>
   __device__ __forceinline__ void Load(const V* const (&arrays)[kN], A (&values)[kN][kCols], i64 stride = 1) const {
     constexpr int kWide = kVecSize<V>;
@@ -213,8 +212,8 @@ class Channels {
   i64 first_, inner_index_;  // of the first column
 };
 
-// What a thread knows of its columns: `kCount` numbers of each. Its own, but in shared memory: a register for each would
-// leave too few threads to keep the memory busy. Neighbouring threads have neighbouring vectors.
+// What a thread knows of its columns: `kCount` numbers of each. Its own, but in shared memory: a register for each
+// would leave too few threads to keep the memory busy. Neighbouring threads have neighbouring vectors.
 template <int kCount, int kWidth_ = kVecSize<A>>
 struct Constants {
   static constexpr int kWidth = kWidth_, kParts = kCols / kWidth;  // columns that are read at once, and how often
@@ -260,9 +259,7 @@ struct Cells {
   uint4 words[kVecs];
 
   __device__ __forceinline__ Vec<T, kCols> Get() const { return BitsAs<Vec<T, kCols>>(*this); }
-  __device__ __forceinline__ Vec<A, kCols> GetAcc() const {
-    return ToAccAll(Get());
-  }
+  __device__ __forceinline__ Vec<A, kCols> GetAcc() const { return ToAccAll(Get()); }
   __device__ __forceinline__ void Set(const Vec<T, kCols>& values) { *this = BitsAs<Cells>(values); }
 
   // Columns [kN * q, kN * (q + 1)), rounded.
@@ -332,9 +329,9 @@ constexpr int kBatch = 8 / (int)sizeof(T) / kArrays > 2 ? 8 / (int)sizeof(T) / k
 // The lines that a thread works on in one step of ForLines.
 template <int kLines>
 struct Batch {
-  i64 at, stride;  // the first element, and from one line to the next
-  int count;           // elements of each line that are there
-  bool whole = true;   // by vectors
+  i64 at, stride;     // the first element, and from one line to the next
+  int count;          // elements of each line that are there
+  bool whole = true;  // by vectors
 
   __device__ __forceinline__ Batch(const Lines& lines, const Part& part, i64 line, bool active)
       : at((line + part.row) * lines.period + part.column), stride(lines.rows * lines.period) {
@@ -401,8 +398,8 @@ class RaggedBits {
  public:
   static constexpr int kMostLines = sizeof(Word);
 
-  // Of the columns of a thread each, in the tile and just behind it; or bytes of the mask. Every other call has its own,
-  // so that one barrier is enough.
+  // Of the columns of a thread each, in the tile and just behind it; or bytes of the mask. Every other call has its
+  // own, so that one barrier is enough.
   struct Shared {
     Word words[2][kThreads * kCols / 2];
   };
@@ -474,8 +471,8 @@ using BitsMover = typename BitsMoverOf<kBits>::type;
 
 // Bit 8k + j is that of this thread's column j in the batch's line k.
 template <int kBits, int kLines, class M>
-__device__ __forceinline__ u32 LoadBits(const Batch<kLines>& batch, const BitsView& view, const Part& part,
-                                             i64 line, int turn, const u8* bits, const M& mover) {
+__device__ __forceinline__ u32 LoadBits(const Batch<kLines>& batch, const BitsView& view, const Part& part, i64 line,
+                                        int turn, const u8* bits, const M& mover) {
   if constexpr (kBits == kRaggedBits) {
     return mover.template Load<kLines>(view, part, line, turn, bits);
   } else {
@@ -561,4 +558,3 @@ class Counted {
   const MaskView& view_;
   i64 row_, col_;
 };
-

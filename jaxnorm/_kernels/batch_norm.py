@@ -13,44 +13,20 @@ import numpy as np
 from jaxnorm._kernels import resident
 from jaxnorm._kernels.layout import (
     COLUMNS,
-    NO_ARRAY,
-    VECTOR_BYTES,
     Lines,
     Shape,
     Spans,
-    array,
     bits_view,
     ceil_div,
     mask_view,
-    merged_strides,
     no_mask,
-    offset_of,
     spread_bytes,
 )
+from jaxnorm._kernels.operands import MAX_ROUNDS, NO_BITS, RAGGED_BITS, Call, Round, rounds
 from jaxnorm._kernels.plan import Part, Plan, join
 from jaxnorm._launch import Launch, Pointer, packed, size_of
 from jaxnorm._rows.schedule import Device
 
-# The members of GroupArrays, in their order.
-ARRAYS = (
-    *(
-        "x",
-        "dy",
-        "y",
-        "bits",
-        "mean",
-        "var",
-        "count",
-        "scale",
-        "bias",
-        "residual",
-        "dbias",
-        "dscale",
-    ),
-    *("dmean", "dvar", "dx", "dresidual"),
-)
-_ELEMENTS = ("x", "dy", "y", "residual", "dx", "dresidual")
-NO_BITS, FLAT_BITS, RAGGED_BITS = range(3)
 READ_ALL, READ_MASKED, READ_KEEP_END = range(3)
 NEED_BIAS, NEED_BOTH, NEED_STORE = range(3)
 
@@ -62,143 +38,18 @@ _REDUCE_BLOCKS = 3  # of a multiprocessor, at once
 # A tile of a reduction has few channels, so that there are few partial results.
 _MAX_TILE_CHANNELS = 256
 _FINAL_THREADS, _FINAL_AT_ONCE = 128, 4
-_MAX_ROUNDS = 16  # groups that lie unevenly in several arrays take a launch each
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call's operands and results.
-
-    Attributes:
-      dtype: of elements.
-      shapes: of operands, then of results, by name.
-      full: the shape that operands broadcast to.
-      shape: the same as kernels see it.
-      split: the first dimension of the mask's columns.
-      groups: leading dimensions that vmap mapped.
-      epsilon: that of the variance.
-      replicas: devices that hold as many elements each.
-      relu: whether there is one.
-    """
-
-    dtype: np.dtype
-    shapes: dict[str, tuple[int, ...]]
-    full: tuple[int, ...]
-    shape: Shape
-    split: int
-    groups: int
-    epsilon: float
-    replicas: int
-    relu: bool
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.shapes
-
-    def without(self, *names: str) -> "Call":
-        """The call whose kernels do not see these. Buffers keep their numbers."""
-        shapes = {n: s for n, s in self.shapes.items() if n not in names}
-        return dataclasses.replace(self, shapes=shapes)
-
-    @property
-    def acc(self) -> str:
-        """The format of a number of the arithmetic's dtype."""
-        return "d" if self.dtype.itemsize == 8 else "f"
-
-    @property
-    def acc_bytes(self) -> int:
-        return 8 if self.acc == "d" else 4
-
-    @property
-    def threads(self) -> int:
-        """Of a block at most."""
-        return 128 if self.dtype.itemsize == 8 else 256
-
-    def batch(self, arrays: int) -> int:
-        """Lines of each of some arrays that a thread reads before it looks at the first."""
-        return max(2, 8 // self.dtype.itemsize // arrays)
-
-    @property
-    def bits(self) -> int:
-        """How kernels take the bits: flat ones with a mask or of float64 as ragged, to have fewer instances."""
-        if "bits" not in self:
-            return NO_BITS
-        # Rows of whole bytes, or one row, whose spare bits come after the last element.
-        flat = self.shape.last % 8 == 0 or self.shape.group_size == self.shape.last
-        return FLAT_BITS if flat and "mask" not in self and self.dtype.itemsize < 8 else RAGGED_BITS
-
-    def item_bytes(self, name: str) -> int:
-        if name in ("bits", "mask"):
-            return 1
-        return self.dtype.itemsize if name in _ELEMENTS else self.acc_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """Groups that one launch takes: as many as lie evenly in every array.
-
-    Attributes:
-      first: the number of the first group.
-      groups: how many there are.
-      places: name -> (offset of the first group in bytes, elements from one group to the next).
-      buffers: name -> number.
-      call: of which these groups are.
-    """
-
-    first: int
-    groups: int
-    places: dict[str, tuple[int, int]]
-    buffers: dict[str, int]
-    call: Call
-
-    def array(self, name: str) -> list:
-        """GroupArray."""
-        if name not in self.places:
-            return NO_ARRAY
-        offset, stride = self.places[name]
-        return array(Pointer(self.buffers[name], offset), stride)
-
-    @property
-    def arrays(self) -> list:
-        """GroupArrays."""
-        return [self.array(name) for name in ARRAYS]
-
-    def aligned(self, *names: str) -> bool:
-        """Whether these begin on 16 bytes for every group."""
-        size = self.call.dtype.itemsize
-        places = [self.places[n] for n in names if n in self.places]
-        return all(o % VECTOR_BYTES == 0 and s * size % VECTOR_BYTES == 0 for o, s in places)
-
-
-def rounds(call: Call, buffers: dict[str, int]) -> list[Round]:
-    """All groups: in one round, unless several vmaps mapped different operands."""
-    outer = call.full[: call.groups]
-    views = {}
-    for name in ARRAYS:
-        if name in call:
-            dims = call.shapes[name]
-            views[name] = merged_strides(outer, dims[: call.groups], math.prod(dims[call.groups :]))
-    # The innermost sizes are products of trailing dimensions, so the smallest divides the others.
-    groups = call.shape.groups
-    at_once = min([groups, *(view[-1][0] for view in views.values() if view)])
-    found = []
-    for first in range(0, groups, at_once):
-        places = {
-            name: (offset_of(first, view) * call.item_bytes(name), view[-1][1] if view else 0)
-            for name, view in views.items()
-        }
-        found.append(Round(first, at_once, places, buffers, call))
-        if len(found) > _MAX_ROUNDS:
-            break
-    return found
-
-
-def _launch_of(kernel, blocks, threads, arguments, **options) -> Launch:
-    words = tuple(packed(*members) for members in arguments)
+def _launch_of(
+    kernel: str, blocks: int, threads: int, arguments: dict[str, list], **options
+) -> Launch:
+    """A launch of a kernel whose arguments have these C++ types, with their members."""
+    words = tuple(packed(*members) for members in arguments.values())
     return Launch(kernel, (blocks, 1, 1), (threads, 1, 1), words, **options)
 
 
-def _sizes(**structures) -> tuple[tuple[str, int], ...]:
-    return tuple((name, size_of(*members)) for name, members in structures.items())
+def _sizes(arguments: dict[str, list]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, size_of(*members)) for name, members in arguments.items())
 
 
 # ---- passes that write each element by itself ----
@@ -235,27 +86,27 @@ def _fwd(call: Call, each: list[Round], device: Device) -> Part:
     lines = Lines.of(call.shape, _forward_columns(call))
     at_once = (3 if call.dtype.itemsize == 2 else 2) * device.multiprocessors
     view = bits_view(call.shape, lines)
-    launches = []
+    launches, arguments = [], {}
     for r in each:
         spans = Spans.of(
             lines, r.groups, at_once, _ELEMENTWISE_WAVES, step, 2 * batch // step,
             r.aligned("x", "residual", "y"),
         )  # fmt: skip
-        arguments = (
-            r.arrays, lines.structure, spans.structure, view, [(call.acc, call.epsilon)],
-            [("i", call.relu)],
-        )  # fmt: skip
+        arguments = {
+            "GroupArrays": r.arrays,
+            "Lines": lines.structure,
+            "Spans": spans.structure,
+            "BitsView": view,
+            "A": [(call.acc, call.epsilon)],
+            "int": [("i", call.relu)],
+        }
         threads = ceil_div(lines.tile // COLUMNS + ragged, 32) * 32
         blocks = spans.blocks * r.groups
-        launches.append(_launch_of("batch_norm_fwd", blocks, threads, arguments, early=True))
+        launches.append(
+            _launch_of("batch_norm_fwd", blocks, threads, arguments, early=device.clusters)
+        )
     constants = (("FWD_RESIDUAL", int(residual)), ("FWD_BITS", call.bits))
-    sizes = _sizes(
-        GroupArrays=each[0].arrays,
-        Lines=lines.structure,
-        Spans=spans.structure,
-        BitsView=view,
-    )
-    return Part((*_FILES, "batch_norm_fwd"), constants, tuple(launches), sizes)
+    return Part((*_FILES, "batch_norm_fwd"), constants, tuple(launches), _sizes(arguments))
 
 
 def _dx(call: Call, each: list[Round], device: Device) -> Part | None:
@@ -265,7 +116,7 @@ def _dx(call: Call, each: list[Round], device: Device) -> Part | None:
     lines = Lines.of(call.shape, _tile_columns(call))
     count = float(call.shape.reduced) * call.replicas
     view = bits_view(call.shape, lines)
-    launches = []
+    launches, arguments = [], {}
     for r in each:
         spans = Spans.of(
             lines, r.groups, (3 if crowded else 2) * device.multiprocessors, _ELEMENTWISE_WAVES,
@@ -277,21 +128,21 @@ def _dx(call: Call, each: list[Round], device: Device) -> Part | None:
             mask = mask_view(call.shape, lines, call.full, dims, call.split, buffer, r.first)
         if mask is None:
             return None
-        arguments = (
-            r.arrays, lines.structure, spans.structure, view, mask, [(call.acc, call.epsilon)],
-            [(call.acc, count)],
-        )  # fmt: skip
+        arguments = {
+            "GroupArrays": r.arrays,
+            "Lines": lines.structure,
+            "Spans": spans.structure,
+            "BitsView": view,
+            "MaskView": mask,
+            "A": [(call.acc, call.epsilon)],
+            "Acc<T>": [(call.acc, count)],
+        }
         blocks = spans.blocks * r.groups
-        launches.append(_launch_of("batch_norm_dx", blocks, lines.threads, arguments, early=True))
+        launches.append(
+            _launch_of("batch_norm_dx", blocks, lines.threads, arguments, early=device.clusters)
+        )
     constants = (("DX_TERMS", int(terms)), ("DX_MASKED", int(masked)), ("DX_BITS", call.bits))
-    sizes = _sizes(
-        GroupArrays=each[0].arrays,
-        Lines=lines.structure,
-        Spans=spans.structure,
-        BitsView=view,
-        MaskView=mask,
-    )
-    return Part((*_FILES, "batch_norm_dx"), constants, tuple(launches), sizes)
+    return Part((*_FILES, "batch_norm_dx"), constants, tuple(launches), _sizes(arguments))
 
 
 # ---- reductions ----
@@ -350,12 +201,16 @@ def _final(call: Call, r: Round, lines: Lines, spans: Spans, other, results, dev
         [r.array(name) for name in results],
     ]
     all_blocks = blocks * r.groups
-    arguments = structure, [(call.acc, call.epsilon)], lines.structure
+    arguments = {
+        "FinalPlan": structure,
+        "A": [(call.acc, call.epsilon)],
+        "Lines": lines.structure,
+    }
     launch = _launch_of(
         "batch_norm_final", all_blocks, _FINAL_THREADS, arguments,
-        shared_bytes=spread_bytes(device, all_blocks), early=True,
+        shared_bytes=spread_bytes(device, all_blocks), early=device.clusters,
     )  # fmt: skip
-    return launch, _sizes(FinalPlan=structure)
+    return launch, arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,7 +249,7 @@ def _reduce(call, each, device, lines, kind: _Reduction, room: int, scratch: int
     shift = (math.gcd(lines.inner, COLUMNS)).bit_length() - 1
     run = min(lines.inner >> shift, 1 << 16)  # a tile has fewer than 2^16 entries
     repeat = min(lines.cols >> shift, 1 << 18)
-    launches, words, sizes = [], 0, ()
+    launches, words, arguments, last_arguments = [], 0, {}, {}
     for r in each:
         most = room // (r.groups * lines.tiles * lines.slots)
         # Blocks that run at once and no more: each has partial results to merge and to write.
@@ -411,17 +266,21 @@ def _reduce(call, each, device, lines, kind: _Reduction, room: int, scratch: int
         view = kind.view(r, lines)
         if view is None:
             return None
-        arguments = (r.arrays, lines.structure, spans.structure, walk, partials, view)
+        arguments = {
+            "GroupArrays": r.arrays,
+            "Lines": lines.structure,
+            "Spans": spans.structure,
+            "Walk": walk,
+            f"Partials<{kind.partial}>": partials,
+            kind.view_type: view,
+        }
         launches.append(_launch_of(kind.kernel, blocks, lines.threads, arguments))
-        last, final_sizes = _final(call, r, lines, spans, kind.other, kind.results, device, scratch)
+        last, last_arguments = _final(
+            call, r, lines, spans, kind.other, kind.results, device, scratch
+        )
         launches.append(last)
         words = max(words, blocks * lines.slots * kind.numbers * call.acc_bytes // 4)
-        sizes = _sizes(
-            GroupArrays=r.arrays, Lines=lines.structure, Spans=spans.structure, Walk=walk,
-            **{f"Partials<{kind.partial}>": partials, kind.view_type: view},
-        )  # fmt: skip
-        sizes += final_sizes
-    return tuple(launches), sizes, words
+    return tuple(launches), _sizes({**arguments, **last_arguments}), words
 
 
 def _stats(call: Call, each: list[Round], device: Device, room: int, scratch: int) -> Part | None:
@@ -536,18 +395,23 @@ def plan(
     call = Call(np.dtype(dtype), all_shapes, full, shape, split, groups, epsilon, replicas, relu)
     buffers = {name: i for i, name in enumerate(all_shapes)}
     parts = _parts(operation, call, buffers, device, partials)
-    if parts is None or None in parts:
+    if parts is None:
         return None
     sizes = [math.prod(s) * call.item_bytes(n) for n, s in all_shapes.items()]
     return join(f"batch_norm_{operation}", call.dtype.name, parts, sizes)
 
 
-def _parts(
-    operation, call: Call, buffers, device: Device, partials: int
-) -> list[Part | None] | None:
+def _parts(operation, call: Call, buffers, device: Device, partials: int) -> list[Part] | None:
+    """None where a part has no plan."""
+    parts = _all_parts(operation, call, buffers, device, partials)
+    found = [part for part in parts if part is not None]
+    return found if len(found) == len(parts) else None
+
+
+def _all_parts(operation, call: Call, buffers, device: Device, partials: int) -> list[Part | None]:
     each = rounds(call, buffers)
-    if len(each) > _MAX_ROUNDS:
-        return None
+    if len(each) > MAX_ROUNDS:
+        return [None]
     scratch = len(buffers)
     if operation == "fwd":
         return [_fwd(call, each, device)]
@@ -598,19 +462,20 @@ def _resident(operation, call: Call, each, device, partials: int, scratch: int) 
     structure = layout.structure(
         [Pointer(each[0].buffers[n]) for n in held], scratch, float(inverse)
     )
-    arguments: list = [structure, each[0].arrays]
+    arguments = {"ResidentPlan": structure, "GroupArrays": each[0].arrays}
     alike = resident.alike(call.shape)
     constants = (("RESIDENT_ARRAYS", len(held)), ("RESIDENT_ALIKE", int(alike)))
     if operation == "train":
-        arguments += [[("u", call.shape.inner)], [("f", call.epsilon)], [("i", call.relu)]]
+        arguments |= {"u32": [("u", call.shape.inner)], "float": [("f", call.epsilon)]}
+        arguments |= {"int": [("i", call.relu)]}
         constants += (("TRAIN_RESIDUAL", int("residual" in call)), ("TRAIN_BITS", call.bits))
     else:
-        arguments += [[("f", call.epsilon)]]
+        arguments |= {"float": [("f", call.epsilon)]}
         constants += (("BWD_BITS", call.bits),)
     launch = _launch_of(
         f"batch_norm_{operation}", layout.blocks, layout.threads, arguments,
         shared_bytes=layout.shared_bytes, cooperative=True,
     )  # fmt: skip
     files = (*_FILES, "exchange", "batch_norm_resident", "batch_norm_merge", "batch_norm_exchange")
-    sizes = _sizes(GroupArrays=each[0].arrays, ResidentPlan=structure)
-    return Part((*files, f"batch_norm_{operation}"), constants, (launch,), sizes, layout.posts * 4)
+    files = (*files, f"batch_norm_{operation}")
+    return Part(files, constants, (launch,), _sizes(arguments), layout.posts * 4)

@@ -19,7 +19,7 @@ DEVICE Known LoadKnown(const GroupArrays& arrays, u32 channel) {
 
 extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
     batch_norm_bwd(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
-                       float epsilon) {
+                   float epsilon) {
   uint4* const shared_bytes = (uint4*)dynamic_shared();
   const ResidentTile tile(plan, shared_bytes);
   const Resident block(plan, tile, shared_bytes);
@@ -80,20 +80,21 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
       }
     }
   }
-    Merge(block, ColumnNumbers::Sum(sum), ColumnNumbers::Sum(product),
-              [&](u32 slot, const Sums& sums) { block.Write(slot, sums); });
+  Merge(block, ColumnNumbers::Sum(sum), ColumnNumbers::Sum(product),
+        [&](u32 slot, const Sums& sums) { block.Write(slot, sums); });
 
-  Exchange(block, [](auto sums) { return sums([](Sums post, float) { return post; }); },
-                 [&](u32 slot, Sums total) {
-                   const float factor = block.Number(kFactor, slot), rstd = block.Number(kSlope, slot);
-                   const float dscale = total.second * rstd;
-                   block.Number(kSlope, slot) = -factor * rstd * dscale * plan.inverse_count;
-                   block.Number(kOffset, slot) = -factor * total.first * plan.inverse_count;
-                   if (block.sharer == 0) {
-                     arrays.dbias.Of<float>(0)[block.first_channel + slot] = total.first;
-                     arrays.dscale.Of<float>(0)[block.first_channel + slot] = dscale;
-                   }
-                 });
+  Exchange(
+      block, [](auto sums) { return sums([](Sums post, float) { return post; }); },
+      [&](u32 slot, Sums total) {
+        const float factor = block.Number(kFactor, slot), rstd = block.Number(kSlope, slot);
+        const float dscale = total.second * rstd;
+        block.Number(kSlope, slot) = -factor * rstd * dscale * plan.inverse_count;
+        block.Number(kOffset, slot) = -factor * total.first * plan.inverse_count;
+        if (block.sharer == 0) {
+          arrays.dbias.Of<float>(0)[block.first_channel + slot] = total.first;
+          arrays.dscale.Of<float>(0)[block.first_channel + slot] = dscale;
+        }
+      });
   const u64 left_before = threadIdx.x == 0 ? Leave(block) : 0;
   const auto factor = block.Numbers(kFactor), slope = block.Numbers(kSlope), offset = block.Numbers(kOffset);
   T* const dx = arrays.dx.Of<T>(0);

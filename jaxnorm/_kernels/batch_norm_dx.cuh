@@ -6,8 +6,8 @@
 
 // `n`: elements of a channel, if they are not counted.
 template <int kCount, int kWidth>
-__device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Lines& lines, const Part& part,
-                                             A epsilon, A n, Constants<kCount, kWidth>& constants) {
+__device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Lines& lines, const Part& part, A epsilon,
+                                             A n, Constants<kCount, kWidth>& constants) {
   const auto of = [&](const GroupArray& array) { return array.Of<A>(part.group); };
   const Channels channels(lines, part.column);
   constexpr bool kTerms = kCount > 1;
@@ -52,8 +52,8 @@ __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Li
   }
 }
 
-// Whether there are as many blocks as can be. With ragged bits, where the threads of a block wait for each other, that saves
-// 7 to 10%; so that registers suffice, constants are read two at a time. Without them it was 4% slower.
+// Whether there are as many blocks as can be. With ragged bits, where the threads of a block wait for each other, that
+// saves 7 to 10%; so that registers suffice, constants are read two at a time. Without them it was 4% slower.
 constexpr bool kCrowded = DX_BITS == kRaggedBits && DX_TERMS && !DX_MASKED && sizeof(T) < 8;
 
 // Of a multiprocessor, at once.
@@ -62,8 +62,7 @@ constexpr int kDxBlocks = kCrowded ? 3 : 2;
 // DX_TERMS: x and the sums of backward are there, so that dx is more than g times a factor.
 extern "C" __global__ void __launch_bounds__(kThreads, DX_MASKED ? 1 : kDxBlocks)
     batch_norm_dx(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                      const __grid_constant__ BitsView view, const __grid_constant__ MaskView mask, A epsilon,
-                      A n) {
+                  const __grid_constant__ BitsView view, const __grid_constant__ MaskView mask, A epsilon, A n) {
   constexpr int kLines = DX_MASKED ? 2 : kBatch<1>;
   Part part = FindPart(lines, spans, true);
   const T* dy = arrays.dy.Of<T>(part.group);

@@ -40,8 +40,7 @@ DEVICE void Exchange(const Resident& block, Combine combine, Finish finish) {
       return;
     }
     if (lane == 0) plan.totals[block.first_channel + slot].Write(total, plan.tag);
-    for (u32 k = lane; k < plan.Sharers(); k += 1u << plan.post_bits)
-      posts[k].Clear();  // nobody else reads them
+    for (u32 k = lane; k < plan.Sharers(); k += 1u << plan.post_bits) posts[k].Clear();  // nobody else reads them
   });
   __syncthreads();
   ForGroups(0, plan.slots, [&](u32 slot, u32, bool there) {
@@ -64,8 +63,7 @@ DEVICE void ClearAfterLast(const Resident& block, u64 left_before) {
   const ResidentPlan& plan = block.plan;
   if (!__syncthreads_or(threadIdx.x == 0 && left_before % kTagStep == gridDim.x - 1)) return;
 #pragma unroll 1
-  for (Post* post = (plan.relayed ? plan.totals : plan.posts) + threadIdx.x; post <= plan.counter;
-       post += blockDim.x) {
+  for (Post* post = (plan.relayed ? plan.totals : plan.posts) + threadIdx.x; post <= plan.counter; post += blockDim.x) {
     post->Clear();
   }
 }

@@ -1,4 +1,5 @@
-// The second launch of a reduction, which merges the partial results of a channel. `Partial` is what the first launch left.
+// The second launch of a reduction, which merges the partial results of a channel. `Partial` is what the first launch
+// left.
 
 constexpr int kFinalBits = 7, kFinalThreads = 1 << kFinalBits;
 constexpr int kFinalAtOnce = 4;  // partial results that a thread reads before it looks at the first
@@ -9,19 +10,18 @@ struct FinalPlan {
   i64 channels, inner;
   // A channel has 2^tile_bits * 2^span_bits lanes, each for some tiles and some spans.
   int tile_bits, span_bits;
-  u32 blocks, spans;   // of a group
+  u32 blocks, spans;       // of a group
   u32 slots, tiles, tile;  // as in Partials and Lines
-  bool one_tile;                // has all there is of a channel in a line
-  GroupArray other;             // x, or var if dscale is wanted
-  GroupArray results[3];        // mean, var, count; or dbias, dscale
+  bool one_tile;           // has all there is of a channel in a line
+  GroupArray other;        // x, or var if dscale is wanted
+  GroupArray results[3];   // mean, var, count; or dbias, dscale
 };
 
 // Latency and nothing else, to which instructions that are fetched for the first time contribute most. So the code is
 // short, and of the two ways to the partial results the one for channels last, which have many, has several loads of a
 // thread under way at once; the other has so many lanes that each finds about one.
 extern "C" __global__ void __launch_bounds__(kFinalThreads)
-    batch_norm_final(const __grid_constant__ FinalPlan plan, A epsilon,
-                         const __grid_constant__ Lines lines) {
+    batch_norm_final(const __grid_constant__ FinalPlan plan, A epsilon, const __grid_constant__ Lines lines) {
   using P = Partial;
   LetNextBegin();
   const int width_bits = kFinalBits - plan.tile_bits - plan.span_bits;
@@ -34,8 +34,7 @@ extern "C" __global__ void __launch_bounds__(kFinalThreads)
   }
   P merged;
   const u64 span_stride = u64{plan.tiles} * plan.slots;
-  const P* const partials =
-      (const P*)plan.partials + WaitForLaunchBefore((i64)(u64{group} * plan.spans * span_stride));
+  const P* const partials = (const P*)plan.partials + WaitForLaunchBefore((i64)(u64{group} * plan.spans * span_stride));
   if (there && plan.one_tile) {
     const u32 tile = plan.tiles == 1 ? 0 : static_cast<u32>(channel) / plan.tile;
     const P* const of_tile = partials + u64{tile} * plan.slots + (channel - i64{tile} * plan.tile);

@@ -1,7 +1,7 @@
 // batch_norm's second pass: the normalised result with its residual, its ReLU and the ReLU's bits.
 //
-// Bytes per element of b bytes, each moved once: 2b, with a residual 3b, and 1/8 for the bits. The pass before has read x
-// from front to back, so this one goes from back to front and finds the last of it in the L2 cache.
+// Bytes per element of b bytes, each moved once: 2b, with a residual 3b, and 1/8 for the bits. The pass before has read
+// x from front to back, so this one goes from back to front and finds the last of it in the L2 cache.
 
 // Lines of one step. With ragged bits as many as a word has bits of: threads wait for each other once for all of them.
 constexpr int kFwdLines = kBatch<1 + FWD_RESIDUAL>;
@@ -12,13 +12,14 @@ constexpr int kFwdBlocks = sizeof(T) == 2 ? 3 : 2;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     batch_norm_fwd(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                       const __grid_constant__ BitsView view, A epsilon, int relu) {
+                   const __grid_constant__ BitsView view, A epsilon, int relu) {
   Part part = FindPart(lines, spans, true);
   const T* x = arrays.x.Of<T>(part.group);
   const T* residual = FWD_RESIDUAL ? arrays.residual.Of<T>(part.group) : nullptr;
   T* y = arrays.y.Of<T>(part.group);
   u8* bits = FWD_BITS == kNoBits ? nullptr : arrays.bits.Of<u8>(part.group);
-  // With ragged bits, the thread after the tile finds those of the next 8 columns. (No byte reaches into the next line.)
+  // With ragged bits, the thread after the tile finds those of the next 8 columns. (No byte reaches into the next
+  // line.)
   const bool beyond = FWD_BITS == kRaggedBits && part.place == part.width && part.tile + 1 < lines.tiles;
   const bool reads = part.active || beyond;
   Batch<kFwdLines>(lines, part, part.begin, reads && part.begin < part.full).Prefetch(x, residual);

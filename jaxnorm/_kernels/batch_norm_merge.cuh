@@ -3,8 +3,8 @@
 // Of a thread's 2 * kCols sums of neighbouring channels each plane has 4 (MergePlanes).
 constexpr int kPlaneNumbers = 4, kPlanes = 2 * kCols / kPlaneNumbers;
 
-// f(slot, lane, whether there is such a slot), by 2^bits lanes for each of `count` slots. Not by warps that have none: their
-// instructions would take turns with those of the others.
+// f(slot, lane, whether there is such a slot), by 2^bits lanes for each of `count` slots. Not by warps that have none:
+// their instructions would take turns with those of the others.
 template <class F>
 DEVICE void ForGroups(u32 bits, u32 count, F f) {
   const u32 lane = threadIdx.x % kWarp;
@@ -58,7 +58,8 @@ template <class F>
 DEVICE void MergeColumns(const Resident& block, const ColumnNumbers& first, const ColumnNumbers& second, F write) {
   const ResidentPlan& plan = block.plan;
   const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, row_threads = plan.by_row_threads.divisor;
-  // Lanes that have the same columns halve them, as long as they have several. So those of a warp have each column once.
+  // Lanes that have the same columns halve them, as long as they have several. So those of a warp have each column
+  // once.
   Sums columns[kCols];
 #pragma unroll
   for (int j = 0; j < kCols; ++j) columns[j] = {first[j], second[j]};
@@ -93,9 +94,9 @@ DEVICE void MergeColumns(const Resident& block, const ColumnNumbers& first, cons
   });
 }
 
-// The same forward, with fewer instructions, all of which the launch fetches for the first time: by way of shared memory, for
-// which backward has no room. (With half as much room it takes no less time than shuffles.) First the numbers of a plane are
-// added up to `fold` sums, of some lines' columns, then those to one of each column.
+// The same forward, with fewer instructions, all of which the launch fetches for the first time: by way of shared
+// memory, for which backward has no room. (With half as much room it takes no less time than shuffles.) First the
+// numbers of a plane are added up to `fold` sums, of some lines' columns, then those to one of each column.
 template <class F>
 DEVICE void MergePlanes(const Resident& block, const ColumnNumbers& first, const ColumnNumbers& second, F write) {
   const ResidentPlan& plan = block.plan;

@@ -7,8 +7,8 @@
 // ---- What is reduced ----
 
 // Count, mean, and the sum of squared distances from the mean (Chan, Golub and LeVeque 1979, "Updating formulae and a
-// pairwise algorithm for computing sample variances"). Means are distances from the channel's first element, so that what
-// their rounding loses is small however far from 0 the values lie.
+// pairwise algorithm for computing sample variances"). Means are distances from the channel's first element, so that
+// what their rounding loses is small however far from 0 the values lie.
 struct Moments {
   A count = 0, mean = 0, m2 = 0;
 
@@ -80,8 +80,8 @@ class Entries {
     }
   }
 
-  // Merges the columns of each channel of the tile, and writes what this block has of it. Slot q of its partials is that
-  // of channel (first + q) % channels, where `first` is the channel of the tile's first column.
+  // Merges the columns of each channel of the tile, and writes what this block has of it. Slot q of its partials is
+  // that of channel (first + q) % channels, where `first` is the channel of the tile's first column.
   __device__ __forceinline__ void Merge(const Lines& lines, const Part& part, const Partials<P>& partials) const {
     i64 inner_index;
     lines.Channel(i64{part.tile} * lines.tile, &inner_index);
@@ -130,8 +130,9 @@ class Entries {
 
 // ---- How blocks go down the lines ----
 
-// A block has its lines in runs, and between two of them are those of the other blocks of its tile. So all blocks together
-// walk through memory from front to back, and what they read last is where the next pass begins, in the L2 cache.
+// A block has its lines in runs, and between two of them are those of the other blocks of its tile. So all blocks
+// together walk through memory from front to back, and what they read last is where the next pass begins, in the L2
+// cache.
 struct Walk {
   i64 full;  // lines that are read by vectors
   i64 gap;   // lines between runs, which have spans.span

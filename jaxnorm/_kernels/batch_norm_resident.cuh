@@ -5,9 +5,9 @@
 // posts what it has found of each channel for the blocks that share the channel; when it has read their posts, it goes
 // over its elements again. So each element is read once, and there is no launch to wait for.
 //
-// Such a launch is short: instructions that are fetched for the first time are a large part of it, as in the last step of
-// a reduction. So there are two layouts of their own and none for the rest, everything fits 32 bits, and what is done
-// twice is the same code.
+// Such a launch is short: instructions that are fetched for the first time are a large part of it, as in the last step
+// of a reduction. So there are two layouts of their own and none for the rest, everything fits 32 bits, and what is
+// done twice is the same code.
 //
 // RESIDENT_ARRAYS: how many arrays are held. RESIDENT_ALIKE: the columns of a thread are of one channel, or else of
 // neighbouring ones.
@@ -15,21 +15,19 @@
 constexpr bool kAlike = RESIDENT_ALIKE;
 constexpr int kResidentThreads = 512;
 constexpr int kHeaderBytes = 128;  // of shared memory, for barriers
-constexpr int kCopyGroups = 7;    // what comes first is looked at while the rest is on its way
-constexpr int kChannelPosts = 5;  // that a lane reads at once: with 9, channels first took 2 % longer
+constexpr int kCopyGroups = 7;     // what comes first is looked at while the rest is on its way
+constexpr int kChannelPosts = 5;   // that a lane reads at once: with 9, channels first took 2 % longer
 
 // Where the groups of copies end, in lines or in turns. (No block has shared memory for 2^16 of these.)
 struct CopyGroups {
   u16 first, each;  // in the first group, and in each other one
 
   // Of `count` in all.
-  __device__ __forceinline__ u32 End(u32 group, u32 count) const {
-    return min(u32{first} + group * each, count);
-  }
+  __device__ __forceinline__ u32 End(u32 group, u32 count) const { return min(u32{first} + group * each, count); }
 };
 
-// Division of numbers of blocks, in one number less than FastDiv: what comes before the copies is in one line of the constant
-// cache so. Exact, as there are fewer than 2^9 blocks.
+// Division of numbers of blocks, in one number less than FastDiv: what comes before the copies is in one line of the
+// constant cache so. Exact, as there are fewer than 2^9 blocks.
 struct BlockDiv {
   u32 divisor, multiplier;
   __device__ __forceinline__ u32 DivMod(u32 n, u32* remainder) const {
@@ -44,12 +42,12 @@ struct BlockDiv {
 struct ResidentPlan {
   // What comes before the copies.
   u32 cols, lines;
-  u32 span;        // lines of a block
-  u32 tile;        // columns of a block
+  u32 span;             // lines of a block
+  u32 tile;             // columns of a block
   BlockDiv by_sharers;  // blocks that share a channel: sharer i has lines i / parts * span and following
   BlockDiv by_parts;    // tiles of a channel, or 1
   CopyGroups line_groups;
-  u32 cells;         // where elements begin in shared memory, behind the numbers of each slot
+  u32 cells;              // where elements begin in shared memory, behind the numbers of each slot
   const void* arrays[2];  // that are copied
   // What comes later.
   u32 numbers;  // where those begin, behind the entries
@@ -58,16 +56,17 @@ struct ResidentPlan {
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
   FastDiv by_fold;       // sums that the numbers of a plane are first added up to (MergePlanes)
-  u32 kept_turns;   // whose bits there is room for where entries were (KeepBits)
-  u32 bit_word;     // bytes that WriteBits writes at once: 4, or 1
+  u32 kept_turns;        // whose bits there is room for where entries were (KeepBits)
+  u32 bit_word;          // bytes that WriteBits writes at once: 4, or 1
   FastDiv by_bit_words;  // such words that lie one after the other
-  // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether (backward).
+  // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether
+  // (backward).
   u32 own_entries;
-  u32 lane_bits;             // 2^lane_bits lanes of a warp merge a channel's entries
-  u32 post_bits;             // and 2^post_bits its posts
+  u32 lane_bits;                  // 2^lane_bits lanes of a warp merge a channel's entries
+  u32 post_bits;                  // and 2^post_bits its posts
   bool relayed;                   // each block reads the posts of some channels only, and posts what they come to
-  u32 read_slots;            // how many those are at most; else all
-  u32 whole;                 // sharers that have `span` lines
+  u32 read_slots;                 // how many those are at most; else all
+  u32 whole;                      // sharers that have `span` lines
   float elements, last_elements;  // of a channel, that one of those has, and one of the others
   float inverse_count;            // 1 / the number of a channel's elements
   Post* posts;
@@ -113,9 +112,9 @@ struct ResidentTile {
     begin = line * plan.cols + (owner * plan.by_parts.divisor + part) * plan.tile;
   }
 
-  // Asks for all elements: by one thread, for whole lines or tiles at a time. A thread that copied its own would wait until
-  // the last copy is under way, instead of looking at the first. To be followed by __syncthreads, before which no thread waits
-  // for a group. So barriers are prepared one by one, and the first copy waits for one of them.
+  // Asks for all elements: by one thread, for whole lines or tiles at a time. A thread that copied its own would wait
+  // until the last copy is under way, instead of looking at the first. To be followed by __syncthreads, before which no
+  // thread waits for a group. So barriers are prepared one by one, and the first copy waits for one of them.
   __device__ __forceinline__ void Copy(const ResidentPlan& plan, uint4* shared) const {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x != 0) return;
@@ -153,11 +152,11 @@ struct Resident {
   u32 turns;       // how many it has
   u32 sharer;      // this block, of those that share its channels
   u32 first_channel;
-  u32 held;  // elements of a channel that the block has
+  u32 held;              // elements of a channel that the block has
   const T* first_cells;  // the elements of array 0
   float* numbers;
   Sums* entries;
-  u64* copied;  // barriers of the groups
+  u64* copied;   // barriers of the groups
   u32 own_slot;  // of the thread's first column
 
   __device__ __forceinline__ Resident(const ResidentPlan& plan, const ResidentTile& tile, uint4* shared)
@@ -261,8 +260,8 @@ DEVICE void KeepBits(const Resident& block, u32 turn, u32 byte) {
   StoreSharedByte(SharedAddress(block.entries) + turn * (plan.rows * plan.by_row_threads.divisor) + threadIdx.x, byte);
 }
 
-// Writes what all threads have kept of plan.kept_turns turns, from `first` on. Stores of single bytes take as many requests
-// to the L2 as a quarter of those for y.
+// Writes what all threads have kept of plan.kept_turns turns, from `first` on. Stores of single bytes take as many
+// requests to the L2 as a quarter of those for y.
 DEVICE void WriteBits(const Resident& block, const ResidentTile& tile, u32 first, u8* bits) {
   const ResidentPlan& plan = block.plan;
   const u32 first_line = first * plan.rows, lines = min(plan.kept_turns * plan.rows, tile.lines - first_line);

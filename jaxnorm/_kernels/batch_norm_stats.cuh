@@ -3,14 +3,14 @@
 // Reading alone, twice as many bytes under way were faster.
 constexpr int kStatsBatch = 2 * kBatch<1>;
 
-// How the statistics read x: all of it, with a mask, or so that L2 keeps the end of it, a third of what it holds. Such loads
-// are 4% slower, which is more than the next pass saves where x is large.
+// How the statistics read x: all of it, with a mask, or so that L2 keeps the end of it, a third of what it holds. Such
+// loads are 4% slower, which is more than the next pass saves where x is large.
 enum { kReadAll, kReadMasked, kReadKeepEnd };  // STATS_READ
 using Partial = Moments;
 
 extern "C" __global__ void __launch_bounds__(kThreads, STATS_READ == kReadMasked ? 2 : kReduceBlocks)
     batch_norm_stats(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                         Walk walk, Partials<Moments> partials, const __grid_constant__ MaskView view) {
+                     Walk walk, Partials<Moments> partials, const __grid_constant__ MaskView view) {
   Part part = FindPart(lines, spans, false);
   const T* x = arrays.x.Of<T>(part.group);
   Batch<kStatsBatch>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(x);

@@ -1,7 +1,7 @@
 // The sums of batch_norm's backward: 2b + 1/8 bytes of each element of b bytes, with the ReLU's bits and x.
 //
-// Where dx follows in the same call and the residual has a cotangent, that is g, and written here: the next pass then reads
-// no bits.
+// Where dx follows in the same call and the residual has a cotangent, that is g, and written here: the next pass then
+// reads no bits.
 
 enum {         // SUMS_NEED
   kNeedBias,   // the sum of g
@@ -10,12 +10,13 @@ enum {         // SUMS_NEED
 };
 using Partial = Totals;
 
-// Fewer bytes under way and more blocks were faster, but for ragged bits, of which all lines of a batch share a barrier.
+// Fewer bytes under way and more blocks were faster, but for ragged bits, of which all lines of a batch share a
+// barrier.
 constexpr int kSumsBatch = SUMS_BITS == kRaggedBits ? kBatch<1> : kBatch<2>;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kReduceBlocks)
     batch_norm_sums(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                        Walk walk, Partials<Totals> partials, const __grid_constant__ BitsView view) {
+                    Walk walk, Partials<Totals> partials, const __grid_constant__ BitsView view) {
   constexpr int kLines = kSumsBatch;
   constexpr bool kProduct = SUMS_NEED != kNeedBias;
   Part part = FindPart(lines, spans, false);

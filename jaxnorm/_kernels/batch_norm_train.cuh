@@ -2,8 +2,8 @@
 //
 // Bytes per element of b bytes: 2b, with a residual 3b, and 1/8 for the bits.
 
-// Numbers of each channel. kCentre: what squares are taken from, about the mean of what the block has. kOrigin: what all
-// blocks take means from, the channel's first element.
+// Numbers of each channel. kCentre: what squares are taken from, about the mean of what the block has. kOrigin: what
+// all blocks take means from, the channel's first element.
 enum : int { kCentre, kMean, kFactor, kBias, kOrigin, kNumbers };
 
 // Of a channel. As it is loaded: arithmetic would wait for it.
@@ -18,8 +18,8 @@ DEVICE Known LoadKnown(const GroupArrays& arrays, u32 inner, u32 channel) {
 }
 
 extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
-    batch_norm_train(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
-                         u32 inner, float epsilon, int relu) {
+    batch_norm_train(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays, u32 inner,
+                     float epsilon, int relu) {
   uint4* const shared_bytes = (uint4*)dynamic_shared();
   const ResidentTile tile(plan, shared_bytes);
   tile.Copy(plan, shared_bytes);
@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   }
   __syncthreads();
 
-  // First the mean of what comes first, 1/16 or all: then sums of distances from it, and of their squares, which lose at
-  // most four bits where one is subtracted from the other.
+  // First the mean of what comes first, 1/16 or all: then sums of distances from it, and of their squares, which lose
+  // at most four bits where one is subtracted from the other.
   const float inverse_held = 1 / static_cast<float>(block.held);
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
       for (float& number : sum) number *= weight;
     }
     if (pass == 1 && own_slot < plan.slots) keep(own_slot, own);
-        Merge(block, ColumnNumbers::Sum(sum), ColumnNumbers::Sum(square), [&](u32 slot, const Sums& sums) {
+    Merge(block, ColumnNumbers::Sum(sum), ColumnNumbers::Sum(square), [&](u32 slot, const Sums& sums) {
       const float mean = sums.first * inverse_held;
       float& centre = block.Number(kCentre, slot);
       if (pass == 0) {
@@ -86,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
     }
   }
 
-  Exchange(block, [&](auto sums) {
+  Exchange(
+      block,
+      [&](auto sums) {
         const float shift = sums([](Sums post, float count) { return count * post.first; }) * plan.inverse_count;
         const float var = sums([&](Sums post, float count) {
           const float distance = post.first - shift;

@@ -1,8 +1,9 @@
 // Values that blocks of a launch leave in global memory for each other. All blocks of the launch must be running.
 //
 // A post is 16 bytes, written and read at once; 8 of them are the launch's tag. What a reader finds with that tag is
-// therefore the value of this launch, whatever else the memory held, and no order of stores matters. A CUDA graph repeats
-// a launch with the same tag: whoever reads a post last clears it. The lowest 16 bits of a tag are for counting.
+// therefore the value of this launch, whatever else the memory held, and no order of stores matters. A CUDA graph
+// repeats a launch with the same tag: whoever reads a post last clears it. The lowest 16 bits of a tag are for
+// counting.
 constexpr u64 kTagStep = 1 << 16;
 
 // Two sums.
@@ -27,8 +28,8 @@ DEVICE P LaneSums(P sums, u32 lanes) {
   return sums;
 }
 
-// Whether no lane of a warp misses a post. All wait until all are there: where lanes wait by themselves, a warp that has
-// found its posts at different times goes on as several, and the exchange takes 0.3 us more of about 2.
+// Whether no lane of a warp misses a post. All wait until all are there: where lanes wait by themselves, a warp that
+// has found its posts at different times goes on as several, and the exchange takes 0.3 us more of about 2.
 DEVICE bool AllThere(bool there) { return __all_sync(kAllLanes, there); }
 
 struct alignas(16) Post {

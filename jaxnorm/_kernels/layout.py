@@ -77,8 +77,8 @@ class Shape:
     @classmethod
     def of(cls, full: Sequence[int], axes: Sequence[int], groups: int) -> "Shape":
         first, end = axes[0], axes[-1] + 1
-        parts = (full[:groups], full[groups:first], full[first:end], full[end:])
-        return cls(*map(math.prod, parts), full[-1])
+        before, reduced = math.prod(full[:groups]), math.prod(full[groups:first])
+        return cls(before, reduced, math.prod(full[first:end]), math.prod(full[end:]), full[-1])
 
     @property
     def reduced(self) -> int:

@@ -1,5 +1,5 @@
-// What kernels written by hand ask of the machine beyond machine.cuh: instructions that only PTX has. NVRTC compiles this
-// text behind that of machine.cuh. tests/kernels_on_cpu.h offers the same functions to a C++ compiler.
+// What kernels written by hand ask of the machine beyond machine.cuh: instructions that only PTX has. NVRTC compiles
+// this text behind that of machine.cuh. tests/kernels_on_cpu.h offers the same functions to a C++ compiler.
 typedef long long i64;
 
 // ---- values ----
@@ -37,7 +37,8 @@ DEVICE u32 PositiveHalvesBfloat16(u32 word) {
   asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(word), "r"(0u));
   return mask;
 #else
-  const u32 low = __uint_as_float(word << 16) > 0 ? 0xffffu : 0, high = __uint_as_float(word & 0xffff0000u) > 0 ? ~0xffffu : 0;
+  const u32 low = __uint_as_float(word << 16) > 0 ? 0xffffu : 0,
+            high = __uint_as_float(word & 0xffff0000u) > 0 ? ~0xffffu : 0;
   return low | high;
 #endif
 }
@@ -79,8 +80,8 @@ DEVICE uint4 LoadWords(const void* p, L2Policy policy) {
   return words;
 }
 
-// 16 bytes. Not `*p = words`, which the compiler merges with scalar stores of another branch and so splits into narrower
-// ones. Not __stwb, which compiles to a store with memory ordering.
+// 16 bytes. Not `*p = words`, which the compiler merges with scalar stores of another branch and so splits into
+// narrower ones. Not __stwb, which compiles to a store with memory ordering.
 DEVICE void StoreWords(void* p, uint4 words) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x),
                "r"(words.y), "r"(words.z), "r"(words.w)
@@ -88,9 +89,7 @@ DEVICE void StoreWords(void* p, uint4 words) {
 }
 
 // Asks L2 for the line of an address.
-DEVICE void PrefetchToL2(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
-}
+DEVICE void PrefetchToL2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
 
 // 16 bytes at once, for other blocks.
 DEVICE void WriteAtOnce(void* p, u64 low, u64 high) {
@@ -165,8 +164,8 @@ DEVICE void LetNextBegin() {
 }
 
 // Until all that launches before have written is there. Addresses are computed from the result, which is `index`: the
-// compiler might else load what it takes for constant before. Until then, lines may be prefetched to L2, and operands of
-// the call be loaded if its first launch, not an early one, is the one before.
+// compiler might else load what it takes for constant before. Until then, lines may be prefetched to L2, and operands
+// of the call be loaded if its first launch, not an early one, is the one before.
 template <class Index>
 DEVICE Index WaitForLaunchBefore(Index index) {
 #if __CUDA_ARCH__ >= 900

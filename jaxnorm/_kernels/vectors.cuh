@@ -1,7 +1,7 @@
 // Elements and vectors of them, in the form that all kernels written by hand use.
 constexpr int kWarp = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
-constexpr int kVecBytes = 16;   // widest load or store of one thread before sm_100
+constexpr int kVecBytes = 16;    // widest load or store of one thread before sm_100
 constexpr int kLineBytes = 128;  // of the L2 cache
 
 struct alignas(2) float16 {

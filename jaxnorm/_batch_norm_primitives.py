@@ -46,7 +46,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 
-from jaxnorm import _bits
+from jaxnorm import _bits, _launch
+from jaxnorm._kernels import batch_norm as kernels
 from jaxnorm._primitive.arithmetic import acc_dtype, pinned
 from jaxnorm._primitive.avals import (
     aval_like,
@@ -54,7 +55,7 @@ from jaxnorm._primitive.avals import (
     spec_of,
     vary_alike,
 )
-from jaxnorm._primitive.calls import broadcast_fits
+from jaxnorm._primitive.calls import Call, broadcast_fits
 from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
 from jaxnorm._primitive.merge import Merge
 from jaxnorm._primitive.partition import Partition, sharding_factors
@@ -67,6 +68,7 @@ from jaxnorm._primitive.rules import (
     total_tangents,
     zero,
 )
+from jaxnorm._rows.call import device_here
 from jaxnorm._sharding import Blocks
 
 # Operands and results, in the order that calls have them; the n-th is bit n (ffi/batch_norm_args.h).
@@ -720,22 +722,37 @@ def _prune_bits(used, params):
 # also never of fewer elements than this.
 _MOST_PARTIALS = 2**18
 _LEAST_ELEMENTS = 64
-_UNKNOWN_PARTIALS = 2**22
 
 
-def _scratch(numbers, *avals, names, axes, groups, **_):
-    """Room for the partial results of a CUDA reduction, of so many numbers each (ffi/cuda/batch_norm_reduce.cuh)."""
-    full = _full({n: a.shape for n, a in zip(names, avals, strict=True)})
-    words = acc_dtype(next(a.dtype for n, a in zip(names, avals, strict=True) if n in _ARRAYS))
-    numbers = numbers * words.itemsize // 4
+def _plan(
+    operation, avals_in, avals_out, /, *, names, results, axes, groups, epsilon, replicas, relu, **_
+):
+    """The CUDA call of an operation; None where the kernels do not take it, as with sizes that are not known."""
+    avals = dict(zip((*names, *results), (*avals_in, *avals_out), strict=True))
+    shapes = {n: a.shape for n, a in avals.items()}
+    full = _full(shapes)
     if not all(isinstance(n, int) for n in full):
-        return numbers * _UNKNOWN_PARTIALS
-    channels = math.prod(full[a] for a in axes)
-    columns = math.prod(full[axes[0] :])
+        return None
+    channels, columns = math.prod(full[a] for a in axes), math.prod(full[axes[0] :])
     # One for each channel and tile, in lines that are a multiple of 8 elements.
-    least = 8 // math.gcd(columns, 8) * (2 * channels + columns // 256) + 4096
-    least *= math.prod(full[:groups])
-    return numbers * (least + min(_MOST_PARTIALS, math.prod(full) // _LEAST_ELEMENTS))
+    partials = 8 // math.gcd(columns, 8) * (2 * channels + columns // 256) + 4096
+    partials *= math.prod(full[:groups])
+    partials += min(_MOST_PARTIALS, math.prod(full) // _LEAST_ELEMENTS)
+    made = kernels.plan(
+        operation.removeprefix("batch_norm_"),
+        {n: shapes[n] for n in names},
+        {n: shapes[n] for n in results},
+        next(a.dtype for n, a in avals.items() if n in _ARRAYS),
+        device_here(),
+        axes=axes,
+        groups=groups,
+        epsilon=epsilon,
+        replicas=replicas,
+        relu=relu,
+        partials=partials,
+    )
+    scratch = [] if made.scratch is None else [(made.scratch,)]
+    return Call(_launch.TARGET, made.attributes, scratch)
 
 
 def _attributes(*extra):
@@ -757,7 +774,7 @@ def _attributes(*extra):
     return attributes
 
 
-def _define(stem, formula, array, extra, scratch=None, **options):
+def _define(stem, formula, array, extra, **options):
     """A primitive with kernels, of which `array` says the shape."""
 
     def partition(operands, results, /, **params):
@@ -772,7 +789,7 @@ def _define(stem, formula, array, extra, scratch=None, **options):
         fits=partial(_fits, array),
         sharding_rule=_sharding_rule,
         partition=partition,
-        scratch=scratch,
+        plan=_plan,
         **options,
     )
     batching.primitive_batchers[primitive] = partial(_batch, primitive)
@@ -797,26 +814,24 @@ def _bwd_fits(*avals, names, results, **_):
 
 _TRAIN = Merge(
     first="batch_norm_stats",
-    target="batch_norm_train",
+    both="batch_norm_train",
     passed=("mean", "var"),
     shared=("x",),
     order=_KERNEL_NAMES,
-    scratch=partial(_scratch, 3),
     fits=_may_be_held,
 )
 _BWD = Merge(
     first="batch_norm_sums",
-    target="batch_norm_bwd",
+    both="batch_norm_bwd",
     passed=("dbias", "dscale"),
     shared=("x", "dy", "bits", "mean", "var"),
     order=_KERNEL_NAMES,
-    scratch=partial(_scratch, 2),
     fits=_bwd_fits,
 )
 
-stats_p = _define("stats", _stats_formula, "x", (), partial(_scratch, 3), merged=True)
+stats_p = _define("stats", _stats_formula, "x", (), merged=True)
 fwd_p = _define("fwd", _fwd_formula, "x", ("epsilon", "relu"), merge=_TRAIN)
-sums_p = _define("sums", _sums_formula, "dy", ("epsilon",), partial(_scratch, 2), merged=True)
+sums_p = _define("sums", _sums_formula, "dy", ("epsilon",), merged=True)
 dx_p = _define("dx", _dx_formula, "dy", ("epsilon", "replicas"), merge=_BWD)
 jvp_in_p = define_formula(
     "batch_norm_jvp_in", abstract=_abstract, formula=_reference(_jvp_in_formula)

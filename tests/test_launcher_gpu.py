@@ -42,7 +42,7 @@ def test_rows(rows):
 
 def test_in_place():
     x = numbers(1000, 64)
-    aliased = jax.ffi.ffi_call("jaxnorm_row_program", like(x), input_output_aliases={0: 0})
+    aliased = jax.ffi.ffi_call("jaxnorm_launch", like(x), input_output_aliases={0: 0})
     f = jax.jit(lambda x: aliased(x, **call().attributes), donate_argnums=0)
     np.testing.assert_array_equal(f(x + 0), x * 2)
 

@@ -32,7 +32,10 @@ def calls(text):
         if match:
             config = re.search(r"mhlo.backend_config = \{(.*?)\}", line)
             attributes = dict(re.findall(r"(\w+) = ([^,}]+)", config.group(1))) if config else {}
-            found.append((match.group(1), attributes, line))
+            target = match.group(1)
+            if target == "jaxnorm_launch":
+                target = "jaxnorm_" + attributes["operation"].strip('"')
+            found.append((target, attributes, line))
     return found
 
 

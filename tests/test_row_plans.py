@@ -459,7 +459,9 @@ def test_a_kept_schedule_is_used(cache, monkeypatch):
     chosen = row_call(closed, H100)
     find = functools.partial(tune.measured, H100)
     compiled = lambda source, architecture: launcher.Compiled(b"", {}, {"": 0}, 0.0, False)  # noqa: E731
-    monkeypatch.setattr(launcher, "gpus", lambda: [launcher.Gpu("H100", 90, 132, 227 * 1024)])
+    monkeypatch.setattr(
+        launcher, "gpus", lambda: [launcher.Gpu("H100", 90, 132, 227 * 1024, 50 << 20)]
+    )
     assert compiled_row_call(closed, H100, compiled, find) == chosen
     tune.keep(chosen.source, H100, {"lanes": 256})
     call = compiled_row_call(closed, H100, compiled, find)
@@ -516,8 +518,8 @@ def test_what_is_measured_is_the_call():
 
     def custom_call(function):
         text = jax.jit(function).trace(*case.avals()).lower(lowering_platforms=("cuda",)).as_text()
-        (found,) = (part for part in text.splitlines() if "@jaxnorm_row_program(" in part)
-        return found.partition("@jaxnorm_row_program(")[2].partition("}")[0]
+        (found,) = (part for part in text.splitlines() if "@jaxnorm_launch(" in part)
+        return found.partition("@jaxnorm_launch(")[2].partition("}")[0]
 
     assert custom_call(tune.kernel(closed, call)) == custom_call(jaxnorm.fuse(case.function))
 

@@ -10,7 +10,6 @@ A primitive has one reference formula and, on some platforms, kernels behind an 
   ====================================================  =========================================
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -83,7 +82,6 @@ def define_primitive(
     partition: Callable[..., Partition],
     fits: Callable[..., bool] = lambda *avals, **params: True,
     kernel_form: Callable[..., Callable | None] = lambda bind, **params: None,
-    scratch: Callable[..., int] | None = None,
     plan: Callable[..., Call | None] | None = None,
     in_place: Callable[..., tuple[int, int] | None] | None = None,
     merged: bool = False,
@@ -105,11 +103,9 @@ def define_primitive(
         they cannot do.
       kernel_form: (the primitive's bind, **params) -> a function of the operands with the same results, by a call that
         kernels take; None if they take this one. It runs on a device's blocks.
-      scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
-        additional result.
-      plan: (name, operands' avals, results' avals, **params) -> the CUDA call, which the launcher compiles; None where
-        there is none. What computes operands that it skips is dead code then, unless something else uses it. Without
-        `plan` the CUDA call is an FFI target of its own.
+      plan: (operation, operands' avals, results' avals, **params) -> the CUDA call, which the launcher compiles; None
+        where there is none. `operation` is `name`, or what `merge` says. What computes operands that it skips is dead
+        code then, unless something else uses it. Without `plan` the CUDA call is an FFI target of its own.
       in_place: (platform, **params) -> positions of an operand and of the result that may take its memory, if there are
         such. The kernels must be right then; whether a call does so, `calls.aliases_of` decides.
       merged: whether a later call may do this one's work, too (that of another primitive with such a `merge`).
@@ -146,20 +142,14 @@ def define_primitive(
             return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
         positions = in_place(platform=platform, **params) if in_place else None
         aliases = aliases_of(ctx, operands, positions)
-        if plan is not None and platform == "cuda":
-            call = plan(name, ctx.avals_in, ctx.avals_out, **params)
-            if call is None:
-                return lower_formula(ctx, operands, params, "operands of this shape")
+        if plan is None or platform != "cuda":
+            call = Call(primitive.name, attributes(**params))
             return lower_call(ctx, operands, call, aliases)
-        call = Call(primitive.name, attributes(**params))
-        if platform != "cuda":
-            return lower_call(ctx, operands, call, aliases)
-        if merge and merge.target in _lib.module(platform).targets:
-            results = merged_call(ctx, operands, params, merge, attributes)
-            if results is not None:
-                return results
-        memory = [(scratch(*ctx.avals_in, **params),)] if scratch else []
-        call = dataclasses.replace(call, scratch=memory)
+        if merge and (results := merged_call(ctx, operands, params, merge, plan)):
+            return results
+        call = plan(name, ctx.avals_in, ctx.avals_out, **params)
+        if call is None:
+            return lower_formula(ctx, operands, params, "operands of this shape")
         results = lower_call(ctx, operands, call, aliases)
         return placeholders(results) if merged else results
 

@@ -7,11 +7,12 @@ import jax
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh
 
+from jaxnorm import _launch
 from jaxnorm._primitive.calls import Call
 from jaxnorm._primitive.programs import closed_of, trace_context
 from jaxnorm._rows.call import device_here
 from jaxnorm._rows.equations import NotARowProgram
-from jaxnorm._rows.primitive import TARGET, compile_here
+from jaxnorm._rows.primitive import compile_here
 
 
 def row_plan(formula: Callable, skipped: tuple[int, ...] = ()) -> Callable[..., Call | None]:
@@ -46,4 +47,4 @@ def _planned(formula, skipped, kinds, params, device, _) -> Call | None:
         found = compile_here(closed, device)
     except NotARowProgram:
         return None
-    return Call(TARGET, found.attributes, found.scratch, skipped)
+    return Call(_launch.TARGET, found.attributes, found.scratch, skipped)

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jax.interpreters import ad, batching
 
-from jaxnorm import _lib
+from jaxnorm import _launch, _lib
 from jaxnorm._primitive.avals import (
     aval_like,
     cotangent_aval,
@@ -53,7 +53,6 @@ from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.rules import cached_program_of
 from jaxnorm._rows.save import Flat, cheapest_cut
 
-TARGET = _lib.TARGET_PREFIX + "row_program"
 # Under which a checkpoint policy finds what forward keeps.
 SAVED = _lib.TARGET_PREFIX + "fuse"
 
@@ -448,7 +447,7 @@ def _program_prune(used, params):
 
 def _program_call(*avals, jaxpr):
     compiled = compiled_call(typed(jaxpr, avals))
-    return compiled and Call(TARGET, compiled.attributes, compiled.scratch)
+    return compiled and Call(_launch.TARGET, compiled.attributes, compiled.scratch)
 
 
 def kernel_program(closed):

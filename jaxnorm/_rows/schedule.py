@@ -28,12 +28,14 @@ class Device:
       multiprocessors: how many it has.
       shared_bytes: of shared memory that one block may have. A multiprocessor has 1024 more.
       name: for people.
+      l2_bytes: of the L2 cache.
     """
 
     architecture: int = 90
     multiprocessors: int = 132
     shared_bytes: int = 227 * 1024
     name: str = "H100"
+    l2_bytes: int = 50 << 20
 
     @property
     def clusters(self) -> bool:
@@ -42,10 +44,10 @@ class Device:
 
 
 DEVICES = {
-    80: Device(80, 108, 163 * 1024, "A100"),
+    80: Device(80, 108, 163 * 1024, "A100", 40 << 20),
     90: Device(),
-    100: Device(100, 148, 227 * 1024, "B200"),
-    120: Device(120, 170, 99 * 1024, "RTX 5090"),
+    100: Device(100, 148, 227 * 1024, "B200", 126 << 20),
+    120: Device(120, 170, 99 * 1024, "RTX 5090", 96 << 20),
 }
 
 THREADS_MAX = 1024

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import _lib
+from jaxnorm import _launch, _lib
 from jaxnorm._measure import display, timer
 from jaxnorm._primitive.programs import open_jaxpr
 from jaxnorm._rows import launcher
@@ -340,7 +340,7 @@ def kernel(closed, call: Call) -> Callable:
     """The function of a program's operands that a call computes, on a GPU."""
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.out_avals]
     scratch = [jax.ShapeDtypeStruct(shape, np.float32) for shape in call.scratch]
-    ffi_call = jax.ffi.ffi_call(_lib.TARGET_PREFIX + "row_program", [*results, *scratch])
+    ffi_call = jax.ffi.ffi_call(_launch.TARGET, [*results, *scratch])
     return lambda *operands: ffi_call(*operands, **call.attributes)[: len(results)]
 
 

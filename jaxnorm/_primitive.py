@@ -407,7 +407,7 @@ def define_primitive(
             return lower_reference(ctx, *operands, **params)
         planned = plan is not None and platform == "cuda"
         module = _lib.row_programs() if planned else _lib.module(platform)
-        if ("launch" if planned else name) not in module.targets:
+        if not module.targets & {name, "launch"}:
             _lib.warn_fallback(platform, module.reason)
             reason = module.reason or f"built without {name}"
             return _formula(ctx, operands, params, f"platform {platform} ({reason})")
@@ -418,7 +418,8 @@ def define_primitive(
                 if form := kernel_form(primitive.bind, **params):
                     return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
                 if plan is not None and platform == "cuda":
-                    results = _planned_call(ctx, operands, params, plan)
+                    results = _planned_call(name, plan, merge, ctx, operands, params)
+                    results = _placeholders(results) if results and merged else results
                 else:
                     results = _ffi_call(ctx, operands, params, platform)
                 return results or _formula(ctx, operands, params, "operands of this shape")
@@ -426,15 +427,6 @@ def define_primitive(
                 return lower_partitioned(ctx, operands, params)
             case reason:
                 return _formula(ctx, operands, params, reason)
-
-    def _planned_call(ctx, operands, params, plan):
-        if merge and (results := _merged_call(ctx, operands, params, merge, plan)):
-            return results
-        made = plan(name, ctx.avals_in, ctx.avals_out, **params)
-        if made is None:
-            return None
-        results = _call(_launch.TARGET, ctx, operands, made.attributes, made.scratch)
-        return _placeholders(results) if merged else results
 
     def _ffi_call(ctx, operands, params, platform):
         extra = scratch(*ctx.avals_in, **params) if scratch and platform == "cuda" else None
@@ -616,6 +608,14 @@ def _call(target, ctx, operands, attributes, scratch, aliases=None):
     lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases or {})
     results = lower(ctx, *operands, **attributes)
     return results if scratch is None else results[:-1]
+
+
+def _planned_call(operation, plan, merge, ctx, operands, params):
+    """Results of a planned call, or of one that does an earlier one's work too; None where there is no plan."""
+    if merge and (results := _merged_call(ctx, operands, params, merge, plan)):
+        return results
+    made = plan(operation, ctx.avals_in, ctx.avals_out, **params)
+    return made and _call(_launch.TARGET, ctx, operands, made.attributes, made.scratch)
 
 
 def _placeholders(values):

@@ -10,14 +10,14 @@ from jaxnorm._rows.rules import Program
 # rows, which stay on chip, the second exponential costs more than the second reduction.
 ONE_PASS_BYTES = 40 * 1024
 # The same of rows that lie side by side: fewer bytes of a row stay on chip, because many rows are there at once.
-ONE_PASS_SIDE_BY_SIDE = 8 * 1024
+ONE_PASS_SIDE_BY_SIDE = 32 * 1024
 # In rows of fewer columns, functions that wait for the maximum of their arguments cost more time than they save.
 MAXIMA_FIRST_COLUMNS = 2048
 
 
 def simplify(program: Program) -> Program:
     """The program that schedules are made for."""
-    if program.width >= MAXIMA_FIRST_COLUMNS:
+    if program.width >= MAXIMA_FIRST_COLUMNS or program.neighbours != 1:
         program = _maxima_of_arguments(program)
     program = _share_logistic(program)
     wholes = [i for i in program.inputs.values() if i.whole]

@@ -18,8 +18,10 @@ ROWS_MAX = 4
 # Bytes that the threads side by side read of a column: whole lines of memory where that leaves blocks small, at least
 # as many as memory gives at once.
 LINE, PIECE, SECTOR = 128, 64, 32
-# Words of rows in a thread's registers, where threads share rows and where each has its own.
-WORDS, WORDS_ALONE = 32, 44
+# Words of rows in a thread's registers: where threads share rows, where each has its own, and at most.
+WORDS, WORDS_ALONE, WORDS_MAX = 32, 44, 64
+# Instructions for an element, in all phases, from which on one value of each element stays in registers too.
+KEPT_INSTRUCTIONS = 30
 THREADS = 256  # of a block, where that is enough
 REGISTERS_OTHER = 26  # for addresses, counters and intermediate results
 
@@ -87,6 +89,9 @@ class _Strided:
         loads = {n.attr for n in self.phases.order if n.op == "input" and n.column}
         inputs = [self.program.inputs[number] for number, _, _ in loads]
         self.words = sum(max(1, self.rows * i.dtype.itemsize // 4) for i in inputs if i.whole)
+        phases = self.phases.evaluated(frozenset())
+        cost = sum(n.cost for phase in phases for n in phase)
+        self.kept_words = self.rows if len(phases) > 1 and cost > KEPT_INSTRUCTIONS else 0
 
     def _rows_at_once(self) -> int:
         wanted = max(1, min(ROWS_MAX, 16 // self.largest))
@@ -104,8 +109,8 @@ class _Strided:
             return self._stream()
         if "side" in self.asked or "lanes" in self.asked or "cluster" in self.asked:
             return self._as_asked()
-        for side, lanes, threads, cluster in self._shapes():
-            if self._fits(lanes, cluster, WORDS_ALONE if lanes * side <= 32 else WORDS):
+        for side, lanes, threads, cluster, words in self._shapes():
+            if self._slots(lanes, cluster) * (self.words + self.kept_words) <= words:
                 return self._made(side, lanes, threads, cluster)
         return self._stream()
 
@@ -114,28 +119,29 @@ class _Strided:
         lanes = self.asked.get("lanes", max(1, THREADS // side))
         return self._made(side, lanes, lanes * side if lanes * side > 32 else 128, cluster)
 
-    def _fits(self, lanes, cluster, words) -> bool:
-        return -(-self.program.width // (lanes * cluster)) * self.words <= words
+    def _slots(self, lanes, cluster) -> int:
+        return -(-self.program.width // (lanes * cluster))
 
     def _shapes(self):
-        """(side, lanes, threads, cluster), the best one first."""
+        """(side, lanes, threads, cluster, words of rows that a thread may have), the best one first."""
+        few = WORDS_MAX if self.kept_words else WORDS
         for lanes in (1, 2, 4):
             if 32 // lanes >= self._side(PIECE):
-                yield 32 // lanes, lanes, 128, 1
+                yield 32 // lanes, lanes, 128, 1, WORDS_ALONE
         width, line, piece = self.program.width, self._side(LINE), self._side(PIECE)
         for side in dict.fromkeys((line, piece)):
             sizes = [n for n in range(64, THREADS + 1, 32) if n // side > 1]
             # Those first in which the fewest threads have a slot less.
             waste = {n: -(-width // (n // side)) * (n // side) / width for n in sizes}
             for threads in sorted(sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)):
-                yield side, threads // side, threads, 1
+                yield side, threads // side, threads, 1, few
         if self.device.clusters:
-            for threads in (THREADS, 2 * THREADS):
+            for threads, words in ((THREADS, few), (2 * THREADS, WORDS_MAX)):
                 for cluster in (2, 4, 8):
-                    yield piece, threads // piece, threads, cluster
+                    yield piece, threads // piece, threads, cluster, words
         for side in (piece, self._side(SECTOR)):
-            for threads in (2 * THREADS, THREADS_MAX):
-                yield side, threads // side, threads, 1
+            for threads, words in ((2 * THREADS, WORDS_MAX), (THREADS_MAX, WORDS)):
+                yield side, threads // side, threads, 1, words
 
     def _stream(self) -> Plan:
         """Each phase reads rows again, which the L2 cache has if all blocks together have few of them at a time."""
@@ -149,7 +155,7 @@ class _Strided:
 
     def _made(self, side, lanes, threads, cluster, slots=None, rounds=1, source="registers") -> Plan:
         if slots is None:
-            slots = -(-self.program.width // (lanes * cluster))
+            slots = self._slots(lanes, cluster)
         plan = Plan(
             source=source,
             vector=1,
@@ -187,4 +193,5 @@ class _Strided:
                 a for n in nodes for a in n.args if a.row and not a.column and a.op != "literal"
             }
             of_rows = max(of_rows, len(values) + len(self.phases.reductions[number]))
-        return REGISTERS_OTHER + plan.slots * self.words + plan.rows_at_once * (of_rows + 2)
+        held = 0 if plan.source == "stream" else self.kept_words
+        return REGISTERS_OTHER + plan.slots * (self.words + held) + plan.rows_at_once * (of_rows + 2)

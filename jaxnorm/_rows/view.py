@@ -16,6 +16,7 @@ from jaxnorm._rows.equations import Constant, Equation, Equations, NotARowProgra
 # A row's pieces are values by themselves: many of them make a kernel long.
 PIECES_MAX = 128
 _CUTTING = ("concatenate", "split", "slice", "pad")
+_MOVING = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy")
 
 
 class Axes:
@@ -327,6 +328,8 @@ class View:
         default = len(order) - 1 if order and not _is_one(largest.aval.shape[-1]) else None
         families = [self._axes.family(axis) for axis in order]
         along = {family for e in program.equations for family in self._runs_along(program, e)}
+        # Where nothing must run along an axis, labels' operands are read once if their classes are the columns.
+        along = along or self._compared_with_labels(program)
         if len(along) != 1 or (default is not None and families[default] in along):
             return default
         places = [place for place, family in enumerate(families) if family in along]
@@ -347,6 +350,22 @@ class View:
         if len(axes) != 1 or (name == "reduce_sum" and not self._meets(program, equation, *families)):
             return set()
         return families
+
+    def _compared_with_labels(self, program: Equations) -> set[int]:
+        """The families of axes whose indices are compared with something, unless there are sums over rows."""
+        if any(e.primitive.startswith("reduce_") for e in program.equations):
+            return set()
+        index: dict = {}  # values that are the index along an axis
+        found = set()
+        for e in program.equations:
+            source = next((index[i] for i in e.inputs if i in index), None)
+            if e.primitive == "iota":
+                index[e.outputs[0]] = self.dims(e.outputs[0])[e.params["dimension"]]
+            elif source is not None and e.primitive == "eq":
+                found |= {self._axes.family(axis) for axis in self._axes.leaves(source)}
+            elif source is not None and e.primitive in _MOVING:
+                index[e.outputs[0]] = source
+        return found
 
     def _meets(self, program: Equations, equation: Equation, family: int) -> bool:
         """Whether what an equation computes is used beside elements along a family of axes again."""

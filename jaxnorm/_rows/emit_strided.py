@@ -102,7 +102,7 @@ class StridedEmitter(Emitter):
         """Loads are on their way while the blocks of a cluster wait for each other's barriers."""
         super()._load_rows()
         w = self.w
-        if self.plan.cluster > 1:
+        if self.plan.cluster > 1 and self.levels:
             w(f"u64* const received = (u64*)(shared + {self.memory.barriers});  // one for each set of partial results")
             with w.block("if (thread == 0)"):
                 w("barrier_init(received, 1), barrier_init(received + 1, 1);")

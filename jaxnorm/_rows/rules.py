@@ -121,7 +121,7 @@ class _Builder:
                 dtype = result.aval.dtype
                 if isinstance(dtype, np.dtype) and dtype not in STORED:
                     raise equation.refuse(f"has a result of {dtype}, which kernels do not compute")
-        self.view = View(self.equations)
+        self.view = View(self.equations, row_sums)
         self.row_sums = row_sums
         self._order_rows()
         self.graph = Graph(self.view.width)

@@ -117,7 +117,14 @@ class _Strided:
     def _as_asked(self) -> Plan:
         side, cluster = self.asked.get("side", self._side(PIECE)), self.asked.get("cluster", 1)
         lanes = self.asked.get("lanes", max(1, THREADS // side))
-        return self._made(side, lanes, lanes * side if lanes * side > 32 else 128, cluster)
+        side, threads = self._team(side, lanes)
+        return self._made(side, lanes, side * lanes if cluster > 1 else threads, cluster)
+
+    @staticmethod
+    def _team(side, lanes) -> tuple[int, int]:
+        """(side, threads) for so many lanes: the threads that share rows are at least a warp."""
+        side = max(side, 32 // lanes)
+        return side, (side * lanes if side * lanes > 32 else 128)
 
     def _slots(self, lanes, cluster) -> int:
         return -(-self.program.width // (lanes * cluster))
@@ -135,10 +142,13 @@ class _Strided:
             waste = {n: -(-width // (n // side)) * (n // side) / width for n in sizes}
             for threads in sorted(sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)):
                 yield side, threads // side, threads, 1, few
+        if self.phases.count == 1:
+            return  # to read a part of a row at a time costs nothing
         if self.device.clusters:
-            for threads, words in ((THREADS, few), (2 * THREADS, WORDS_MAX)):
-                for cluster in (2, 4, 8):
-                    yield piece, threads // piece, threads, cluster, words
+            for cluster in (2, 4, 8):
+                yield piece, THREADS // piece, THREADS, cluster, few
+            for threads in (THREADS, 2 * THREADS):
+                yield piece, threads // piece, threads, 8, WORDS_MAX
         for side in (piece, self._side(SECTOR)):
             for threads, words in ((2 * THREADS, WORDS_MAX), (THREADS_MAX, WORDS)):
                 yield side, threads // side, threads, 1, words
@@ -147,7 +157,7 @@ class _Strided:
         """Each phase reads rows again, which the L2 cache has if all blocks together have few of them at a time."""
         side = self.asked.get("side", self._side(SECTOR if self.phases.count > 1 else LINE))
         lanes = self.asked.get("lanes", max(1, 2 * THREADS // side))
-        threads = lanes * side if lanes * side > 32 else 128
+        side, threads = self._team(side, lanes)
         slots = self.asked.get("slots", max(1, 16 // max(1, self.words)))
         slots = max(1, min(slots, -(-self.program.width // lanes)))
         rounds = -(-self.program.width // (lanes * slots))

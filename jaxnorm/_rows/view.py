@@ -121,13 +121,14 @@ class View:
       neighbours: rows that lie side by side in the largest array, because its columns are not its last axis; otherwise 1.
     """
 
-    def __init__(self, program: Equations):
+    def __init__(self, program: Equations, row_sums: bool = True):
+        """`row_sums` is whether the program may have sums over rows; without, each sum runs along the row."""
         self._axes = Axes()
         self._dims: dict[Value, tuple[list[int], ...]] = {}
         self._packed: dict[Value, int] = {}  # arrays of bits -> the axis that they pack
         self._key_data: set[Value] = set()  # words of random keys, along the last dimension
         self._cuts: list[tuple[int, int, Equation]] = []  # (axis, place, what cuts there)
-        self._program = program
+        self._program, self._row_sums = program, row_sums
         for value in program.inputs:
             self.dims(value)
         for equation in program.equations:
@@ -336,7 +337,7 @@ class View:
         return places[0] if len(places) == 1 else default
 
     def _runs_along(self, program: Equations, equation: Equation) -> set[int]:
-        """The family of axes along which an equation must run because it cannot be a sum over rows."""
+        """The family of axes along which an equation runs; none if it can be a sum over rows."""
         name = equation.primitive
         if name in ("gather", "scatter-add"):
             dims = [label_dimension(equation)]
@@ -347,9 +348,10 @@ class View:
         source = self.dims(equation.inputs[0])
         axes = self._axes.leaves([axis for i in dims for axis in source[i]])
         families = {self._axes.family(axis) for axis in axes}
-        if len(axes) != 1 or (name == "reduce_sum" and not self._meets(program, equation, *families)):
+        if len(axes) != 1:
             return set()
-        return families
+        over_rows = name == "reduce_sum" and self._row_sums
+        return families if not over_rows or self._meets(program, equation, *families) else set()
 
     def _compared_with_labels(self, program: Equations) -> set[int]:
         """The families of axes whose indices are compared with something, unless there are sums over rows."""

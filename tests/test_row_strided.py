@@ -60,7 +60,9 @@ def halves(x):
 
 def dropout_softmax(x, key):
     y = jax.nn.softmax(x, axis=1)
-    return jnp.where(jax.random.bernoulli(jax.random.wrap_key_data(key), 0.9, x.shape), y, jnp.zeros((), x.dtype))
+    return jnp.where(
+        jax.random.bernoulli(jax.random.wrap_key_data(key), 0.9, x.shape), y, jnp.zeros((), x.dtype)
+    )
 
 
 def masked(x, where, bias):
@@ -111,7 +113,12 @@ def aval(kind, shape, dtype):
     shapes = {
         "x": shape, "c": shape[1:2], "r": rows, "l": rows, "b": (1, *shape[1:]), "m": (*shape[:2], *ones), "k": (2,),
     }  # fmt: skip
-    dtypes = {"l": np.int32, "m": np.bool_, "k": np.uint32, "c": dtype if dtype.itemsize > 4 else np.float32}
+    dtypes = {
+        "l": np.int32,
+        "m": np.bool_,
+        "k": np.uint32,
+        "c": dtype if dtype.itemsize > 4 else np.float32,
+    }
     return jax.ShapeDtypeStruct(shapes[kind], dtypes.get(kind, dtype))
 
 
@@ -122,7 +129,11 @@ def arguments(kinds, shape, dtype, seed=0):
         of = aval(kind, shape, jnp.dtype(dtype))
         if kind in "lk":
             return rng.integers(0, shape[1], of.shape).astype(of.dtype)
-        return rng.random(of.shape) < 0.7 if kind == "m" else rng.normal(0.5, 1.5, of.shape).astype(of.dtype)
+        return (
+            rng.random(of.shape) < 0.7
+            if kind == "m"
+            else rng.normal(0.5, 1.5, of.shape).astype(of.dtype)
+        )
 
     return [jnp.asarray(draw(kind)) for kind in kinds]
 
@@ -154,7 +165,9 @@ def test_kernels(name, schedule_name):
 
 @emulator
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(2, 21, 7, 7), (1, 150, 14, 14), (5, 3), (2, 1100, 24), (130, 6, 2), (2, 9, 1, 5, 4)])
+@pytest.mark.parametrize(
+    "shape", [(2, 21, 7, 7), (1, 150, 14, 14), (5, 3), (2, 1100, 24), (130, 6, 2), (2, 9, 1, 5, 4)]
+)
 def test_shapes(shape, dtype):
     """Neighbouring rows that are an odd number, and few; an outer dimension, and none."""
     if len(shape) == 2:
@@ -172,12 +185,18 @@ def test_random_programs(seed):
     names = [n for n in PROGRAMS if n not in ("positions", "statistics", "halves")]
     function, kinds = PROGRAMS[names[rng.integers(len(names))]]
     dims = rng.integers(1, 3)
-    shape = (int(rng.integers(1, 5)), int(rng.integers(2, 90)), *(int(n) for n in rng.integers(2, 12, dims)))
+    shape = (
+        int(rng.integers(1, 5)),
+        int(rng.integers(2, 90)),
+        *(int(n) for n in rng.integers(2, 12, dims)),
+    )
     asked = {} if seed % 2 else {
         "side": int(rng.choice([2, 4, 8, 16])), "rows_at_once": int(rng.choice([1, 2, 4])),
         "cluster": int(rng.choice([1, 2, 8])), "lanes": 32,
     }  # fmt: skip
-    compare(function, arguments(kinds, shape, str(rng.choice(["bfloat16", "float32"])), seed), **asked)
+    compare(
+        function, arguments(kinds, shape, str(rng.choice(["bfloat16", "float32"])), seed), **asked
+    )
 
 
 @emulator
@@ -212,9 +231,17 @@ AXES = {
     "first": (lambda x: x / x.max(0), 4, 768),
     "reshaped": (lambda x: jax.nn.softmax(x.reshape(4, 2, 4, 96), axis=2), 4, 96),
     "transposed": (lambda x: jax.nn.softmax(x.transpose(1, 0, 2, 3), axis=0), 8, 96),
-    "behind it nothing": (lambda x: jnp.exp(x)[..., None, None] - x.max(3)[..., None, None, None], 16, 1),
+    "behind it nothing": (
+        lambda x: jnp.exp(x)[..., None, None] - x.max(3)[..., None, None, None],
+        16,
+        1,
+    ),
     "labels": (lambda x: jnp.take_along_axis(x, jnp.zeros((4, 1, 6, 16), int), 1) * x, 8, 96),
-    "one-hot labels": (lambda x: jnp.where(jax.lax.broadcasted_iota(np.int32, x.shape, 1) == 3, x, 2 * x), 8, 96),
+    "one-hot labels": (
+        lambda x: jnp.where(jax.lax.broadcasted_iota(np.int32, x.shape, 1) == 3, x, 2 * x),
+        8,
+        96,
+    ),
     "a sum": (lambda x: x.sum(1), 8, 96),
 }
 
@@ -228,7 +255,9 @@ def test_the_axis_of_columns(name):
 
 
 def test_gradients_of_what_rows_share_stay_sums_over_rows():
-    g = jax.make_jaxpr(lambda x, s, g: jax.vjp(lambda x, s: jnp.tanh(x * s), x, s)[1](g))(X, X[0, 0, 0], X)
+    g = jax.make_jaxpr(lambda x, s, g: jax.vjp(lambda x, s: jnp.tanh(x * s), x, s)[1](g))(
+        X, X[0, 0, 0], X
+    )
     assert program_of(g).neighbours == 1
 
 
@@ -251,7 +280,9 @@ def test_refusals(name):
 
 
 def test_a_transposed_operand_is_refused():
-    with pytest.raises(NotARowProgram, match="must have the rows that are neighbours as its last axis"):
+    with pytest.raises(
+        NotARowProgram, match="must have the rows that are neighbours as its last axis"
+    ):
         jaxnorm.fuse(lambda x, y: jax.nn.softmax(x, axis=0) + y.T)(X[0, 0], X[0, 0].T.copy())
 
 
@@ -264,7 +295,11 @@ def test_sums_over_rows_are_refused_beside_another_axis():
 
 def test_layouts():
     x = jax.ShapeDtypeStruct((2, 5, 4, 8), np.float32)
-    view = View(flatten(jax.make_jaxpr(lambda x, b: jax.nn.softmax(x + b, axis=1))(x, x.update(shape=(5, 1, 1)))))
+    view = View(
+        flatten(
+            jax.make_jaxpr(lambda x, b: jax.nn.softmax(x + b, axis=1))(x, x.update(shape=(5, 1, 1)))
+        )
+    )
     layouts = [view.layout(value) for value in view._program.inputs]
     assert layouts[0] == Layout(((0, 160), (1, 8), (2, 1)), 5, step=32)
     assert layouts[1] == Layout((), 5, step=1)
@@ -295,7 +330,14 @@ def test_neighbours_over_several_dimensions():
 
 # ---- schedules and compilers ----
 
-SIZES = [(64, 1024, 1024), (256, 64, 56, 56), (16, 21, 512, 512), (64, 150, 128, 128), (16, 8192, 1024), (64, 512, 7, 7)]
+SIZES = [
+    (64, 1024, 1024),
+    (256, 64, 56, 56),
+    (16, 21, 512, 512),
+    (64, 150, 128, 128),
+    (16, 8192, 1024),
+    (64, 512, 7, 7),
+]
 
 
 @functools.cache
@@ -305,7 +347,9 @@ def closed_of(name, shape, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize("architecture", DEVICES)
-@pytest.mark.parametrize("name", ["softmax", "softmax gradient", "layer_norm", "cross_entropy", "cross_entropy gradient"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "softmax gradient", "layer_norm", "cross_entropy", "cross_entropy gradient"]
+)
 def test_compiled(name, architecture):
     """Registers are about as many as the schedule expects."""
     if not jaxnorm._lib.row_programs().available:
@@ -326,7 +370,9 @@ def test_candidates():
         found = tune.candidates(program, H100)
         assert len(found) > 10
         assert all(tune.can_run(program, H100, c.plan) for c in found)
-        assert all(k in tune.FIELDS and v in tune.FIELDS[k] for c in found for k, v in c.asked.items())
+        assert all(
+            k in tune.FIELDS and v in tune.FIELDS[k] for c in found for k, v in c.asked.items()
+        )
 
 
 def test_explanation():
@@ -344,10 +390,14 @@ def test_mapped(in_axis, out_axis):
     want = jax.vmap(plain, in_axis, out_axis)(x)
     np.testing.assert_allclose(jax.vmap(fused, in_axis, out_axis)(x), want, rtol=1e-6)
     loss = lambda f: lambda x: jnp.sum(jnp.sin(jax.vmap(f, in_axis, out_axis)(x)))  # noqa: E731
-    np.testing.assert_allclose(jax.grad(loss(fused))(x), jax.grad(loss(plain))(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(loss(fused))(x), jax.grad(loss(plain))(x), rtol=1e-5, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("name", ["softmax", "layer_norm", "cross_entropy", "masked", "per row", "soft_capped"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "layer_norm", "cross_entropy", "masked", "per row", "soft_capped"]
+)
 def test_derivatives(name):
     function, kinds = PROGRAMS[name]
     args = arguments(kinds, (2, 6, 4, 3), "float64")
@@ -363,8 +413,13 @@ def test_derivatives(name):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("spec", [("a",), (None, "a"), (None, None, "a"), (None, None, None, "a"), ("a", None, "b"), ("a", "b")])
-@pytest.mark.parametrize("name", ["softmax", "layer_norm", "cross_entropy", "positions", "cross_entropy gradient"])
+@pytest.mark.parametrize(
+    "spec",
+    [("a",), (None, "a"), (None, None, "a"), (None, None, None, "a"), ("a", None, "b"), ("a", "b")],
+)
+@pytest.mark.parametrize(
+    "name", ["softmax", "layer_norm", "cross_entropy", "positions", "cross_entropy gradient"]
+)
 def test_sharded(name, spec):
     """Rows may be cut anywhere; of a cut row, devices exchange numbers, or XLA gathers it."""
     function, kinds = PROGRAMS[name]

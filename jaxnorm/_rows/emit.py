@@ -324,9 +324,7 @@ class Emitter(Sums, Reductions):
     def _declare_results(self, outputs, count):
         for o in outputs:
             for panel in range(len(o.nodes)):
-                self.w(
-                    f"{c_type(compute_dtype(o.dtype))} result{o.number}_{panel}[{count}];"
-                )
+                self.w(f"{c_type(compute_dtype(o.dtype))} result{o.number}_{panel}[{count}];")
 
     def _element(self, items, only_packed, fed, outputs, u, place, *, last, keep):
         """What is computed of an element, whose place among the results of its slot is given."""

@@ -54,7 +54,9 @@ class StridedEmitter(Emitter):
             for a in arrays:
                 offset = addresses(self.program, a.layout, self.row("row", 0))
                 pointer = self.row(f"row_of_{what}{a.number}", 0)
-                self.w(f"{const}char* const {pointer} = {what}{a.number} + ({offset}) * {a.dtype.itemsize};")
+                self.w(
+                    f"{const}char* const {pointer} = {what}{a.number} + ({offset}) * {a.dtype.itemsize};"
+                )
 
     def row_value(self, n, u, row, name):
         """One load has the numbers of all of the thread's rows, where those are neighbours."""
@@ -68,7 +70,9 @@ class StridedEmitter(Emitter):
             last = self.program.width - 1
             column = f"min_of(max_of((long long){name(n.args[0], u)}, 0ll), {last}ll) + {n.attr[1] * (last + 1)}"
             neighbour = f" + {u}" if distance and u else ""
-            self._load_one(n, i, name(n, u), f"{offset} + (u64)({column}) * {i.layout.step}{neighbour}")
+            self._load_one(
+                n, i, name(n, u), f"{offset} + (u64)({column}) * {i.layout.step}{neighbour}"
+            )
             return
         words = f"words_of_{n.number}"
         count = len(self.rows) if distance and n.row else 1
@@ -103,7 +107,9 @@ class StridedEmitter(Emitter):
         super()._load_rows()
         w = self.w
         if self.plan.cluster > 1 and self.levels:
-            w(f"u64* const received = (u64*)(shared + {self.memory.barriers});  // one for each set of partial results")
+            w(
+                f"u64* const received = (u64*)(shared + {self.memory.barriers});  // one for each set of partial results"
+            )
             with w.block("if (thread == 0)"):
                 w("barrier_init(received, 1), barrier_init(received + 1, 1);")
                 w("barriers_ready();")
@@ -178,7 +184,9 @@ class StridedEmitter(Emitter):
 
     def _maximum(self, n, u) -> str:
         name = self._packed(n)
-        return f"{'high' if u % 2 else 'low'}_{name}({self._pair(n, u)})" if name else self._acc(n, u)
+        return (
+            f"{'high' if u % 2 else 'low'}_{name}({self._pair(n, u)})" if name else self._acc(n, u)
+        )
 
     def _distances(self, lanes) -> str:
         return f"16; distance >= {self.plan.side}"

@@ -590,7 +590,9 @@ def _sum_over_rows(builder, equation, source, rows, columns_too):
     if any(n.after for n in source):
         raise equation.refuse("is a sum over rows of a sum over rows")
     if builder.view.neighbours != 1:
-        raise equation.refuse("is over rows that lie side by side, because other reductions run along another axis")
+        raise equation.refuse(
+            "is over rows that lie side by side, because other reductions run along another axis"
+        )
     layout = builder.view.layout(value)
     kept = tuple(sorted(k for k in layout.rows if k not in rows))
     missing = [k for k in range(len(builder.view.row_sizes)) if k not in layout.rows]
@@ -741,7 +743,12 @@ def _random_bits(builder, equation, key):
     return [
         graph.convert(
             graph.node(
-                "random", key, (strides, q * graph.width * step, step), words, row=row, column=column
+                "random",
+                key,
+                (strides, q * graph.width * step, step),
+                words,
+                row=row,
+                column=column,
             ),
             dtype,
         )

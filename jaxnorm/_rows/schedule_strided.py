@@ -98,7 +98,9 @@ class _Strided:
         most = self.asked.get("rows_at_once", wanted)
         arrays = [i for i in self.program.inputs.values() if i.layout.columns is not None]
         layouts = [a.layout for a in (*arrays, *self.phases.wholes)]
-        return min([rows_of_a_vector(a, self.program.row_sizes, most) for a in layouts], default=most)
+        return min(
+            [rows_of_a_vector(a, self.program.row_sizes, most) for a in layouts], default=most
+        )
 
     def _side(self, nbytes: int) -> int:
         """Threads that together read so many bytes of a column."""
@@ -140,7 +142,9 @@ class _Strided:
             sizes = [n for n in range(64, THREADS + 1, 32) if n // side > 1]
             # Those first in which the fewest threads have a slot less.
             waste = {n: -(-width // (n // side)) * (n // side) / width for n in sizes}
-            for threads in sorted(sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)):
+            for threads in sorted(
+                sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)
+            ):
                 yield side, threads // side, threads, 1, few
         if self.phases.count == 1:
             return  # to read a part of a row at a time costs nothing
@@ -163,7 +167,9 @@ class _Strided:
         rounds = -(-self.program.width // (lanes * slots))
         return self._made(side, lanes, threads, 1, slots, rounds, "stream")
 
-    def _made(self, side, lanes, threads, cluster, slots=None, rounds=1, source="registers") -> Plan:
+    def _made(
+        self, side, lanes, threads, cluster, slots=None, rounds=1, source="registers"
+    ) -> Plan:
         if slots is None:
             slots = self._slots(lanes, cluster)
         plan = Plan(
@@ -204,4 +210,6 @@ class _Strided:
             }
             of_rows = max(of_rows, len(values) + len(self.phases.reductions[number]))
         held = 0 if plan.source == "stream" else self.kept_words
-        return REGISTERS_OTHER + plan.slots * (self.words + held) + plan.rows_at_once * (of_rows + 2)
+        return (
+            REGISTERS_OTHER + plan.slots * (self.words + held) + plan.rows_at_once * (of_rows + 2)
+        )

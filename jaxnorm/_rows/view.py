@@ -490,7 +490,9 @@ class View:
         packed = self._packed.get(value)
         dims = self.dims(value)
         if packed is not None and self.neighbours != 1:
-            raise self._refuse(value, "has bits along its last axis, which is not the row's columns")
+            raise self._refuse(
+                value, "has bits along its last axis, which is not the row's columns"
+            )
         if packed is not None:
             columns, stride = self._axes.sizes[packed], value.aval.shape[-1]
             dims = dims[:-1]

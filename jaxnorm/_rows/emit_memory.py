@@ -540,7 +540,6 @@ class Memory(Base):
                 w(store)
 
     def _store_row_results(self):
-        w = self.w
         self._row_values(lambda n: True, "values of the row, from its reductions")
         for o in self.program.outputs:
             if o.after or o.layout.columns is not None:

@@ -22,7 +22,7 @@ class StridedEmitter(Emitter):
     # ---- threads and rows ----
 
     def _places(self):
-        """Threads of a team share rows: `side` groups of neighbours, each with `lanes` threads that are `side` apart."""
+        """Threads of a team share rows: `side` groups of neighbours, each with `lanes` threads, `side` apart."""
         plan, w = self.plan, self.w
         team = plan.side * plan.lanes
         side = f"thread % {plan.side}"
@@ -108,7 +108,7 @@ class StridedEmitter(Emitter):
         w = self.w
         if self.plan.cluster > 1 and self.levels:
             w(
-                f"u64* const received = (u64*)(shared + {self.memory.barriers});  // one for each set of partial results"
+                f"u64* const received = (u64*)(shared + {self.memory.barriers});  // one a set of partial results"
             )
             with w.block("if (thread == 0)"):
                 w("barrier_init(received, 1), barrier_init(received + 1, 1);")

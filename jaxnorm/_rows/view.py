@@ -118,7 +118,7 @@ class View:
       row_sizes: sizes of the row dimensions, outermost first; symbols where the program was traced with them.
       sources: where each of them can be read: (number of an input, its dimension, divisor), or None.
       width: the greatest common divisor of all row lengths and of all places where rows are cut.
-      neighbours: rows that lie side by side in the largest array, because its columns are not its last axis; otherwise 1.
+      neighbours: rows that lie side by side in the largest array, whose columns are not its last axis; otherwise 1.
     """
 
     def __init__(self, program: Equations, row_sums: bool = True):
@@ -325,7 +325,7 @@ class View:
         self.sources = tuple(self._source(program, axis) for axis in order)
 
     def _place_of_columns(self, program: Equations, order, largest) -> int | None:
-        """Which of the largest array's axes is the columns: the last one, or the only one along which something runs."""
+        """Which of the largest array's axes is the columns: the last, or the only one along which something runs."""
         default = len(order) - 1 if order and not _is_one(largest.aval.shape[-1]) else None
         families = [self._axes.family(axis) for axis in order]
         along = {family for e in program.equations for family in self._runs_along(program, e)}
@@ -485,7 +485,7 @@ class View:
         )
 
     def layout(self, value) -> Layout:
-        """How an array lies; it must be row-major with its columns last, or its neighbouring rows where there are any."""
+        """How an array lies; it must be row-major with its columns last, or with the rows that are neighbours last."""
         strides, columns, stride, step = [], None, 1, 1
         packed = self._packed.get(value)
         dims = self.dims(value)

@@ -25,6 +25,9 @@ DIRECTIONS = ("forward", "vjp", "both")
 MAIN, SWEEP = "main", "sweep"
 TAGS = (MAIN, SWEEP)
 
+# Families whose reduced axis is not the last: rows lie side by side.
+SIDE_BY_SIDE = ("channel_softmax", "channel_layer_norm", "pixel_cross_entropy")
+
 # Row lengths of the sweep, and the elements of one array, which are the same for all of them.
 COLUMNS = tuple(2**n for n in range(6, 18))
 ELEMENTS = 2**27
@@ -565,7 +568,7 @@ def _of_channels(function):
 
 
 def _side_by_side():
-    """Programs whose reduced axis is not the last: rows lie side by side."""
+    """The programs of `SIDE_BY_SIDE`."""
     softmaxes = (
         ("channel_softmax", (64, 1024, 1024), (3, 24, 40)),
         ("channel_softmax_64", (512, 64, 56, 56), (3, 12, 4, 6)),

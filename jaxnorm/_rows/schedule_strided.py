@@ -1,10 +1,10 @@
 """Schedules for rows that lie side by side: their columns are a step apart in memory.
 
-So are the columns where an axis in the middle is reduced. A thread has `rows_at_once` rows that are neighbours and every
-`lanes`-th of their columns: it loads what a column has of these rows at once. `side` threads of a warp have rows next to
-each other, so that together they read whole pieces of memory. Rows stay in registers. A cluster of blocks shares rows
-that are too long for one block, or that would fill a multiprocessor alone: while some blocks of it load and store, others
-compute.
+So are the columns where an axis in the middle is reduced. A thread has `rows_at_once` rows that are neighbours and
+every `lanes`-th of their columns: it loads what a column has of these rows at once. `side` threads of a warp have rows
+next to each other, so that together they read whole pieces of memory. Rows stay in registers. A cluster of blocks
+shares rows that are too long for one block, or that would fill a multiprocessor alone: while some blocks of it load and
+store, others compute.
 """
 
 import dataclasses

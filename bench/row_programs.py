@@ -593,7 +593,7 @@ def _side_by_side():
         channel_layer_norm,
         _of_channels(_np_layer),
         _channel_arguments,
-        1,
+        3,
         (128, 192, 56, 56),
         (2, 24, 4, 6),
         0.9,

@@ -85,7 +85,7 @@ channel_softmax_64 backward                8 8x1       64 128x6   registers    0
 channel_softmax_8192 forward            8*32 32x1      32 256x2   registers    0 side 8
 channel_softmax_8192 backward           8*64 16x1      32 512x1   registers    0 side 8
 channel_layer_norm forward                12 16x1      64 192x4   registers    0 side 16
-channel_layer_norm backward               24 8x1       32 192x3   registers    1 side 8
+channel_layer_norm backward               24 8x1       32 192x3   registers    0 persistent side 8
 pixel_cross_entropy forward                1 21x1     512 128x5   registers    0 side 32
 pixel_cross_entropy backward               1 21x1     512 128x5   registers    0 side 32
 pixel_cross_entropy_150 forward           10 15x1      64 160x5   registers    0 side 16

@@ -61,7 +61,8 @@ class StridedEmitter(Emitter):
     def row_value(self, n, u, row, name):
         """One load has the numbers of all of the thread's rows, where those are neighbours."""
         i = self.program.inputs[n.attr[0]] if n.op in ("input", "input_at") else None
-        if i is None or (distance := self._distance(i.layout)) is None:
+        own = row == self.row("row", u)
+        if i is None or not own or (distance := self._distance(i.layout)) is None:
             super().row_value(n, u, row, name)
             return
         size = i.dtype.itemsize
@@ -102,14 +103,22 @@ class StridedEmitter(Emitter):
         panels = f" + {panel * width * i.layout.step * size}" if panel else ""
         self.w(f"load<{self._count(i) * size}>({target}, {row}{panels} + {place});")
 
+    def _sums_to_zero(self):
+        if self.plan.persistent:
+            self._cluster_barriers()
+        super()._sums_to_zero()
+
     def _load_rows(self):
-        """Loads are on their way while the blocks of a cluster wait for each other's barriers."""
         super()._load_rows()
+        if not self.plan.persistent:  # loads are on their way while blocks wait for each other
+            self._cluster_barriers()
+
+    def _cluster_barriers(self):
+        """Barriers for the exchanges of a cluster, which all of its blocks have before one of them sends."""
         w = self.w
         if self.plan.cluster > 1 and self.levels:
-            w(
-                f"u64* const received = (u64*)(shared + {self.memory.barriers});  // one a set of partial results"
-            )
+            w("// one barrier for each set of partial results")
+            w(f"u64* const received = (u64*)(shared + {self.memory.barriers});")
             with w.block("if (thread == 0)"):
                 w("barrier_init(received, 1), barrier_init(received + 1, 1);")
                 w("barriers_ready();")
@@ -213,3 +222,17 @@ class StridedEmitter(Emitter):
     def _some_parts(self, partials) -> str:
         side = self.plan.side
         return f"for (int q = lane_of_warp / {side}; q < {partials}; q += {32 // side})"
+
+    # ---- sums over rows ----
+
+    def _write_sums(self, n):
+        """Threads side by side have the same columns; one of them writes."""
+        total, count = f"total_{n.number}", self.plan.slots
+        with self.w.block(
+            f"UNROLL for (int distance = {self.plan.side // 2}; distance; distance /= 2)"
+        ):
+            loop = f"UNROLL for (int j = 0; j < {count}; ++j)"
+            self.w(f"{loop} {total}[j] += __shfl_xor_sync(~0u, {total}[j], distance);")
+        with self.w.block("if (group == 0)"):
+            place = f"sums{n.number}[(u64)member * {self.program.width} + first + v]"
+            self._write_total(n, place)

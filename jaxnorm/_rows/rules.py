@@ -134,6 +134,10 @@ class _Builder:
         for equation in self.equations.equations:
             if equation.primitive == "reduce_sum" and self.row_sums:
                 rows = self._reduced_rows(equation)
+                if rows and not self.view.side_by_side <= rows:
+                    raise equation.refuse(
+                        "is over some of the rows that lie side by side; gradients of what rows share need all of them"
+                    )
                 if rows:
                     kept.add(frozenset(range(len(self.view.row_sizes))) - rows)
         order: list[int] = []
@@ -589,10 +593,6 @@ def _sum_over_rows(builder, equation, source, rows, columns_too):
         return [graph.mul(n, graph.literal(sizes, n.dtype)) for n in source]
     if any(n.after for n in source):
         raise equation.refuse("is a sum over rows of a sum over rows")
-    if builder.view.neighbours != 1:
-        raise equation.refuse(
-            "is over rows that lie side by side, because other reductions run along another axis"
-        )
     layout = builder.view.layout(value)
     kept = tuple(sorted(k for k in layout.rows if k not in rows))
     missing = [k for k in range(len(builder.view.row_sizes)) if k not in layout.rows]

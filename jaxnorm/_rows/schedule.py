@@ -774,7 +774,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     sums = [n for n in phases.row_sums if not n.attr[1]]
     sum_bytes = (
         max((plan.groups * program.width * n.dtype.itemsize for n in sums), default=0)
-        if plan.groups > 1
+        if plan.groups > 1 and not plan.side
         else 0
     )
     stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0

@@ -9,6 +9,7 @@ store, others compute.
 
 import dataclasses
 
+from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.graph import Node
 from jaxnorm._rows.schedule import REGISTERS, REGISTERS_MAX, THREADS_MAX, Plan, shared_bytes
 
@@ -17,8 +18,9 @@ ROWS_MAX = 4
 # Bytes that the threads side by side read of a column: whole lines of memory where that leaves blocks small, at least
 # as many as memory gives at once.
 LINE, PIECE, SECTOR = 128, 64, 32
-# Words of rows in a thread's registers: where threads share rows, where each has its own, and at most.
-WORDS, WORDS_ALONE, WORDS_MAX = 32, 44, 64
+# Words of rows in a thread's registers: where threads share rows, where each has its own, and at most. Where sums over
+# rows are among them, as many as leave several rows on their way.
+WORDS, WORDS_ALONE, WORDS_SUMS, WORDS_MAX = 32, 44, 48, 64
 # Instructions for an element, in all phases, from which on one value of each element stays in registers too.
 KEPT_INSTRUCTIONS = 30
 THREADS = 256  # of a block, where that is enough
@@ -88,6 +90,7 @@ class _Strided:
         loads = {n.attr for n in self.phases.order if n.op == "input" and n.column}
         inputs = [self.program.inputs[number] for number, _, _ in loads]
         self.words = sum(max(1, self.rows * i.dtype.itemsize // 4) for i in inputs if i.whole)
+        self.words += sum(n.dtype.itemsize // 4 for n in self.phases.row_sums if not n.attr[1])
         phases = self.phases.evaluated(frozenset())
         cost = sum(n.cost for phase in phases for n in phase)
         self.kept_words = self.rows if len(phases) > 1 and cost > KEPT_INSTRUCTIONS else 0
@@ -106,20 +109,24 @@ class _Strided:
         return max(1, min(32, nbytes // (self.rows * self.smallest)))
 
     def plan(self) -> Plan:
-        if self.asked.get("source") == "stream":
+        if self.asked.get("source") == "stream" and not self.phases.row_sums:
             return self._stream()
         if "side" in self.asked or "lanes" in self.asked or "cluster" in self.asked:
             return self._as_asked()
         for side, lanes, threads, cluster, words in self._shapes():
             if self._slots(lanes, cluster) * (self.words + self.kept_words) <= words:
                 return self._made(side, lanes, threads, cluster)
+        if self.phases.row_sums:
+            reason = f"of {self.program.width} columns that lie side by side are too long for sums over rows"
+            raise NotARowProgram("rows", reason)
         return self._stream()
 
     def _as_asked(self) -> Plan:
         side, cluster = self.asked.get("side", self._side(PIECE)), self.asked.get("cluster", 1)
         lanes = self.asked.get("lanes", max(1, THREADS // side))
         side, threads = self._team(side, lanes)
-        return self._made(side, lanes, side * lanes if cluster > 1 else threads, cluster)
+        together = cluster > 1 or self.phases.row_sums
+        return self._made(side, lanes, side * lanes if together else threads, cluster)
 
     @staticmethod
     def _team(side, lanes) -> tuple[int, int]:
@@ -132,9 +139,10 @@ class _Strided:
 
     def _shapes(self):
         """(side, lanes, threads, cluster, words of rows that a thread may have), the best one first."""
-        few = WORDS_MAX if self.kept_words else WORDS
+        few = WORDS_SUMS if self.phases.row_sums else WORDS
+        few = WORDS_MAX if self.kept_words else few
         for lanes in (1, 2, 4):
-            if 32 // lanes >= self._side(PIECE):
+            if 32 // lanes >= self._side(PIECE) and not self.phases.row_sums:
                 yield 32 // lanes, lanes, 128, 1, WORDS_ALONE
         width, line, piece = self.program.width, self._side(LINE), self._side(PIECE)
         for side in dict.fromkeys((line, piece)):
@@ -145,7 +153,7 @@ class _Strided:
                 sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)
             ):
                 yield side, threads // side, threads, 1, few
-        if self.phases.count == 1:
+        if self.phases.count == 1 and not self.phases.row_sums:
             return  # to read a part of a row at a time costs nothing
         if self.device.clusters:
             for cluster in (2, 4, 8):
@@ -183,7 +191,7 @@ class _Strided:
             passes=1,
             stages=0,
             blocks=1,
-            persistent=False,
+            persistent=bool(self.phases.row_sums),
             hoist=False,
             hold_shared=False,
             keep=frozenset(),

@@ -303,6 +303,7 @@ class View:
         ends = [v for v in ends if v in used and v not in special]
         order: list[int] = []
         self._column, self._whole, self.neighbours = None, "none", 1
+        self._side_by_side: list[int] = []
         if ends:
             # The largest array has all rows, in the order in which they lie in memory.
             largest = max(ends, key=lambda v: (_known_size(v.aval.shape), len(v.aval.shape)))
@@ -314,6 +315,7 @@ class View:
             if place is not None:
                 self._column = self._axes.family(order.pop(place))
                 self.neighbours = self._size_behind(order[place:])
+                self._side_by_side = order[place:]
         elif bits:
             # All that comes in or goes out is bits, and random keys.
             rows = [axis for dim in self.dims(bits[0])[:-1] for axis in dim]
@@ -453,6 +455,11 @@ class View:
         self._rows = [self._rows[k] for k in order]
         self.row_sizes = tuple(self.row_sizes[k] for k in order)
         self.sources = tuple(self.sources[k] for k in order)
+
+    @property
+    def side_by_side(self) -> set[int]:
+        """The row dimensions behind the columns in the largest array."""
+        return {self._rows.index(axis) for axis in self._side_by_side}
 
     def kinds(self, value) -> tuple[list, ...]:
         """For each dimension, its axes: "column", or the number of a row dimension."""

@@ -30,7 +30,7 @@ from jaxnorm._primitive.avals import (
     broadcast_aval,
     collapsed_aval,
 )
-from jaxnorm._primitive.calls import broadcast_fits, row_fits, split_scratch
+from jaxnorm._primitive.calls import broadcast_fits, row_fits
 from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
 from jaxnorm._primitive.named import bind_named, bits_of, by_name, only
 from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
@@ -43,6 +43,7 @@ from jaxnorm._primitive.rules import (
     sum_to,
     total_tangents,
 )
+from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
 
 # Operands, in the order that calls have them.
@@ -299,20 +300,24 @@ def _fwd_local(blocks, _, *, axes, **params):
     return partial(_fwd_reference, **params, axes=axes, blocks=blocks) if blocks.cut(axes) else None
 
 
-# Elements of a copy of parameters beside the columns, at most.
-_SHIFT_MARGIN = 32
+def _of_one_axis(bind, *, axes, **params):
+    """The same as a call whose rows are one axis; None if it is that."""
+    if len(axes) == 1:
+        return None
 
+    def call(*operands):
+        first, sizes = axes[0], jnp.broadcast_shapes(*(a.shape for a in operands))[axes[0] :]
 
-def _fwd_scratch(*avals, axes, **_):
-    """Float32 elements: of rows that are split, or for four copies of scale and bias (ffi/cuda/norm.cuh)."""
-    full = broadcast_aval(*avals)
-    columns = [full.shape[i] for i in axes]
-    copies = 0
-    if all(isinstance(n, int) for n in columns) and math.prod(columns) % (
-        16 // full.dtype.itemsize
-    ):
-        copies = 2 * 4 * (math.prod(columns) + _SHIFT_MARGIN)
-    return max(split_scratch(full, axes), copies)
+        def merged(a):
+            return a.reshape(*a.shape[:first], math.prod(a.shape[first:]))
+
+        results = bind(*map(merged, operands), axes=(first,), **params)
+        return [
+            y.reshape(*y.shape[:first], *(sizes if y.shape[first] > 1 else (1 for _ in sizes)))
+            for y in results
+        ]
+
+    return call
 
 
 def _attributes(*, names, axes, groups, center, scale_offset, **_):
@@ -336,8 +341,9 @@ norm_fwd_p = define_primitive(
     describe=_describe,
     fits=_fits,
     sharding_rule=broadcast_sharding_rule,
+    kernel_form=_of_one_axis,
     partition=broadcast_partition(_fwd_local),
-    scratch=_fwd_scratch,
+    plan=row_plan(_fwd_reference),
 )
 
 
@@ -438,39 +444,6 @@ def _bwd_local(blocks, shapes, *, results, axes, groups, parameter_dtype, **para
     return local
 
 
-# The most blocks of the CUDA kernels that add up parameters' gradients, each its own rows: two per multiprocessor, of
-# which the largest devices have 188. With room for fewer, some of a B200's 148 would have half as much to do as others.
-# A row of unknown length gets room for 8192 columns; the kernels then use fewer blocks for more.
-_PARTIALS = 2 * 192
-_UNKNOWN_COLUMNS = 8192
-_VECTOR = 8  # the most elements of a vector of the CUDA kernels
-# Partial sums may be posts, which are twice as large, of up to so many float32 elements (ffi/cuda/norm_bwd.cuh).
-_MAX_POST_ELEMENTS = 5 * 2**17
-
-
-def _bwd_scratch(*avals, results, axes, groups, **_):
-    full = broadcast_aval(*avals)
-    # Few rows are split as soon as a block cannot hold one (ffi/cuda/norm_bwd.cu).
-    elements = split_scratch(full, axes, whole=2**12)
-    gradients = len({*_PARAMETER_GRADIENTS} & {*results})
-    if gradients:
-        columns = [full.shape[i] for i in axes]
-        known = all(isinstance(n, int) for n in columns)
-        rows = [full.shape[i] for i in range(groups, full.ndim) if i not in axes]
-        partials = _PARTIALS
-        if all(isinstance(n, int) for n in rows):
-            partials = min(partials, math.prod(rows))
-        # Rows that do not fill their vectors lie in as many ways; a block that has two of them leaves two sums.
-        if not known or math.prod(columns) % _VECTOR:
-            partials += _VECTOR - 1
-        for n in full.shape[:groups]:
-            partials *= n if isinstance(n, int) else 1
-        cols = math.prod(columns) if known else _UNKNOWN_COLUMNS
-        sums = partials * cols * gradients
-        elements += max(sums, min(2 * sums, _MAX_POST_ELEMENTS))
-    return elements
-
-
 norm_bwd_p = define_primitive(
     "norm_bwd",
     abstract=_abstract,
@@ -482,8 +455,9 @@ norm_bwd_p = define_primitive(
     describe=_describe,
     fits=_fits,
     sharding_rule=broadcast_sharding_rule,
+    kernel_form=_of_one_axis,
     partition=broadcast_partition(_bwd_local),
-    scratch=_bwd_scratch,
+    plan=row_plan(_bwd_reference),
     in_place=lambda *, results, **_: (1, 0) if "dx" in results else None,  # dx for dy
 )
 

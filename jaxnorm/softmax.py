@@ -23,7 +23,7 @@ from jaxnorm import _check
 from jaxnorm._axes import merge_axes
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import broadcast_aval, vary_alike
-from jaxnorm._primitive.calls import broadcast_fits, row_fits, split_scratch
+from jaxnorm._primitive.calls import broadcast_fits, row_fits
 from jaxnorm._primitive.define import define_primitive
 from jaxnorm._primitive.named import bits_of, by_name
 from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
@@ -36,6 +36,7 @@ from jaxnorm._primitive.rules import (
     total_tangents,
     zero,
 )
+from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
 
 # Optional operands in the attribute `operands` (ffi/softmax_args.h).
@@ -288,10 +289,6 @@ def _batch(primitive, args, dims, *, axes, **params):
 # ---- softmax_fwd ----
 
 
-def _scratch(*avals, axes, **_):
-    return split_scratch(broadcast_aval(*avals), axes)
-
-
 softmax_fwd_p = define_primitive(
     "softmax_fwd",
     abstract=_abstract,
@@ -307,7 +304,7 @@ softmax_fwd_p = define_primitive(
     kernel_form=_of_one_axis,
     sharding_rule=broadcast_sharding_rule,
     partition=broadcast_partition(partial(_local, _fwd_reference)),
-    scratch=_scratch,
+    plan=row_plan(_fwd_reference),
 )
 
 
@@ -371,7 +368,7 @@ softmax_bwd_p = define_primitive(
     kernel_form=_of_one_axis,
     sharding_rule=broadcast_sharding_rule,
     partition=broadcast_partition(partial(_local, _bwd_reference)),
-    scratch=_scratch,
+    plan=row_plan(_bwd_reference),
     # The result for t. On CPUs that saves neither time nor memory.
     in_place=lambda *, platform, **_: (1, 0) if platform == "cuda" else None,
 )

@@ -535,7 +535,7 @@ SCHEDULES = st.fixed_dictionaries(
         "cluster": st.sampled_from([1, 2, 4]),
         "rows_at_once": st.sampled_from([1, 2, 4]),
         "vector": st.sampled_from([1, 2, 4, 8]),
-        "hoist": st.booleans(),
+        "hoist": st.sampled_from(("", "registers", "shared")),
         "slots": st.sampled_from([1, 2]),
         "stages": st.sampled_from([1, 2, 3]),
         "blocks": st.sampled_from([1, 2, 4]),

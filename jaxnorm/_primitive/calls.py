@@ -1,4 +1,4 @@
-"""FFI calls: which ones kernels take, their scratch, results in place of operands."""
+"""FFI calls: which ones kernels take, results in place of operands."""
 
 import dataclasses
 import itertools
@@ -38,20 +38,6 @@ def broadcast_fits(operand, full, axes) -> bool:
         if i not in axes and m != 1
     ]
     return 1 + sum(a != b for a, b in itertools.pairwise(dims)) < _MAX_BROADCAST_DIMS
-
-
-def split_scratch(aval, axes, whole=2**15) -> int:
-    """Float32 elements for the partial results of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
-
-    Rows of `whole` bytes are never split. Chunks are 16 KiB of each input at least and a partial takes 16 bytes, in few
-    cases 64. Room for 4096 lets several rows be worked on together, and is all that a row of unknown length gets.
-    """
-    sizes = [aval.shape[i] for i in axes]
-    known = all(isinstance(n, int) for n in sizes)
-    row_bytes = math.prod(n for n in sizes if isinstance(n, int)) * aval.dtype.itemsize
-    if known and row_bytes <= whole:
-        return 0
-    return 4 * max(4096, row_bytes // 2**14 + 2)
 
 
 # ---- one call ----

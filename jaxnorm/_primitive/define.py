@@ -12,7 +12,7 @@ A primitive has one reference formula and, on some platforms, kernels behind an 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax._src import dispatch  # private: see the last line of `_register`
@@ -84,7 +84,7 @@ def define_primitive(
     fits: Callable[..., bool] = lambda *avals, **params: True,
     kernel_form: Callable[..., Callable | None] = lambda bind, **params: None,
     scratch: Callable[..., int] | None = None,
-    not_on_cuda: tuple[int, ...] = (),
+    plan: Callable[..., Call | None] | None = None,
     in_place: Callable[..., tuple[int, int] | None] | None = None,
     merged: bool = False,
     merge: Merge | None = None,
@@ -107,8 +107,9 @@ def define_primitive(
         kernels take; None if they take this one. It runs on a device's blocks.
       scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
         additional result.
-      not_on_cuda: positions of operands that the CUDA call does not take, because its kernel computes them again.
-        What computes them otherwise is dead code then, unless something else uses it.
+      plan: (name, operands' avals, results' avals, **params) -> the CUDA call, which the launcher compiles; None where
+        there is none. What computes operands that it skips is dead code then, unless something else uses it. Without
+        `plan` the CUDA call is an FFI target of its own.
       in_place: (platform, **params) -> positions of an operand and of the result that may take its memory, if there are
         such. The kernels must be right then; whether a call does so, `calls.aliases_of` decides.
       merged: whether a later call may do this one's work, too (that of another primitive with such a `merge`).
@@ -131,9 +132,10 @@ def define_primitive(
     def refusal(ctx, params, platform):
         if params["implementation"] == "xla":
             return "implementation='xla'"
-        module = _lib.module(platform)
-        if name not in module.targets:
-            _lib.warn_fallback(platform)
+        planned = plan is not None and platform == "cuda"
+        module = _lib.row_programs() if planned else _lib.module(platform)
+        if not (module.available if planned else name in module.targets):
+            _lib.warn_fallback(platform, module.reason)
             return f"platform {platform} ({module.reason or f'built without {name}'})"
         if not fits(*ctx.avals_in, platform=platform, **params):
             return "operands of this shape"
@@ -144,6 +146,11 @@ def define_primitive(
             return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
         positions = in_place(platform=platform, **params) if in_place else None
         aliases = aliases_of(ctx, operands, positions)
+        if plan is not None and platform == "cuda":
+            call = plan(name, ctx.avals_in, ctx.avals_out, **params)
+            if call is None:
+                return lower_formula(ctx, operands, params, "operands of this shape")
+            return lower_call(ctx, operands, call, aliases)
         call = Call(primitive.name, attributes(**params))
         if platform != "cuda":
             return lower_call(ctx, operands, call, aliases)
@@ -152,7 +159,7 @@ def define_primitive(
             if results is not None:
                 return results
         memory = [(scratch(*ctx.avals_in, **params),)] if scratch else []
-        call = dataclasses.replace(call, scratch=memory, skipped=not_on_cuda)
+        call = dataclasses.replace(call, scratch=memory)
         results = lower_call(ctx, operands, call, aliases)
         return placeholders(results) if merged else results
 
@@ -205,9 +212,8 @@ def define_compiled(
 
     _register(
         primitive,
-        refusal=lambda ctx, params, platform: ""
-        if platform == "cuda" or partition_everywhere
-        else f"platform {platform}",
+        platforms=lambda: _lib.PLATFORMS if partition_everywhere else ("cuda",),
+        refusal=lambda ctx, params, platform: "",
         kernel=lower_kernel,
         partitioned=partitioned_lowering(primitive, sharding_rule, partition, identity),
         formula=lambda ctx, operands, params, _: lower_formula(ctx, *operands, **params),
@@ -220,6 +226,7 @@ def _register(
     *,
     refusal: Callable,
     kernel: Callable,
+    platforms: Callable[[], Sequence[str]] = lambda: _lib.PLATFORMS,
     partitioned: Callable,
     formula: Callable,
     cacheable: bool = True,
@@ -230,6 +237,7 @@ def _register(
       primitive: whose calls are lowered.
       refusal: (ctx, params, platform) -> why the platform has no kernel for a call; "" where it may have one.
       kernel: (ctx, operands, params, platform) -> results of a call on one device; None where it has no kernel.
+      platforms: () -> where calls may have kernels.
       partitioned: (ctx, operands, params) -> results of a call that devices share; None where XLA must partition it.
       formula: (ctx, operands, params, why no kernel runs) -> results.
       cacheable: whether equal calls of a program may share one lowering.
@@ -248,12 +256,11 @@ def _register(
         reason = f"platform {'/'.join(ctx.module_context.platforms)}"
         return formula(ctx, operands, params, reason)
 
-    lowerings = {p: functools.partial(lower_on, p) for p in _lib.PLATFORMS}
-
     # A rule that JAX caches sees nothing of the program around the call. One that it does not cache, it cannot lower
     # for several platforms by itself (until 0.12 at least): it adds these avals, a tuple then, to a list.
     def lower_by_platform(ctx, *operands, **params):
         ctx = ctx.replace(avals_out=list(ctx.avals_out))
+        lowerings = {p: functools.partial(lower_on, p) for p in platforms()}
         return lower_per_platform(
             ctx, primitive.name, lowerings, lower_elsewhere, set(), *operands, **params
         )

@@ -16,6 +16,7 @@ from jaxnorm._rows.schedule import (
     Device,
     Phases,
     Plan,
+    keeps_columns,
     schedule,
     shared_bytes,
     with_fewer_blocks,
@@ -119,7 +120,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
     after = [b for b, o in zip(outputs, program.outputs, strict=True) if o.after]
     first_scratch = program.count + len(outputs)
     scratch = [first_scratch + i for i in range(len(phases.row_sums))]
-    group_dims = len(max((n.attr[0] for n in phases.row_sums), key=len, default=()))
+    group_dims = phases.group_dims
     blocks = plan.blocks * device.multiprocessors if plan.persistent else 0
     shapes = tuple(_scratch_shape(n, program, plan, blocks, group_dims) for n in phases.row_sums)
     return Call(
@@ -129,7 +130,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
         cluster=plan.cluster,
         rows_per_tile=plan.rows_per_tile,
         blocks=blocks,
-        chunk_multiple=plan.vector if plan.shifted else 1,
+        chunk_multiple=plan.vector if plan.shifted and keeps_columns(phases, plan) else 1,
         group_dims=group_dims,
         sizes=_sizes(program),
         arguments=(*inputs, *own, *scratch),

@@ -467,6 +467,13 @@ def kernel_program(closed):
     return typed(program, avals), needed.operands, results
 
 
+def compile_here(closed, device):
+    """What the launcher is told of a program on a device, under the schedule that was measured if there is one."""
+    return compiled_row_call(
+        closed, device, launcher.compile, functools.partial(tune.measured, device)
+    )
+
+
 @cached_by_program
 def compiled_call(closed):
     """What the launcher is told of a program (`call.Call`); None where there is none, after a warning."""
@@ -476,11 +483,8 @@ def compiled_call(closed):
     if not compiler.available:
         _warn_fallback(compiler.reason)
         return None
-    device = device_here()
     try:
-        return compiled_row_call(
-            closed, device, launcher.compile, functools.partial(tune.measured, device)
-        )
+        return compile_here(closed, device_here())
     except (
         NotARowProgram
     ) as error:  # the user's function was looked at when it was called, derivatives were not

@@ -44,7 +44,7 @@ FIELDS = {
     "parts": (False, True),
     "rows_at_once": (1, 2, 4),
     "blocks": range(1, 33),
-    "hoist": (False, True),
+    "hoist": ("", "registers", "shared"),
     "stages": (2, 3, 4),
     "slots": range(1, 17),
 }
@@ -93,7 +93,8 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
             if blocks in FIELDS["blocks"]:
                 add(**base, blocks=blocks)
         if plan.persistent:
-            add(**base, hoist=not plan.hoist)
+            for hoist in FIELDS["hoist"]:
+                add(**base, hoist=hoist)
         if plan.source == "ring":
             for stages in FIELDS["stages"]:
                 add(**base, stages=stages)

@@ -29,7 +29,7 @@ from jaxnorm._rows.schedule import DEVICES, Device, schedule
 
 pytestmark = pytest.mark.gpu
 
-TARGET = "jaxnorm_row_program"
+TARGET = "jaxnorm_launch"
 # Of processes that these tests start; the other workers have memory of the GPU, too.
 GPU = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -353,7 +353,11 @@ SCHEDULES = {
     "rows_at_once": [
         {"source": s, "rows_at_once": n, "lanes": 64} for s in ("registers", "ring") for n in (2, 4)
     ],
-    "hoist": [{"source": s, "hoist": h} for s in ("registers", "ring") for h in (True, False)],
+    "hoist": [
+        {"source": s, "hoist": h}
+        for s in ("registers", "ring")
+        for h in ("", "registers", "shared")
+    ],
     "blocks": [{"blocks": n, "vector": v} for n, v in ((1, 4), (2, 2), (3, 1))],
 }
 FORCED = {
@@ -720,7 +724,7 @@ exported = export.export(
 pathlib.Path(sys.argv[1]).write_bytes(exported.serialize())
 module = exported.mlir_module()
 devices = [d.platform for d in jax.devices()]
-print(json.dumps({"calls": module.count("@jaxnorm_row_program"), "devices": devices}))
+print(json.dumps({"calls": module.count("@jaxnorm_launch"), "devices": devices}))
 """
 
 
@@ -762,7 +766,7 @@ programs = jaxnorm.status().row_programs
 print(json.dumps({
     "error": found,
     "warnings": [(w.category.__name__, str(w.message)) for w in caught if "jaxnorm" in str(w.message)],
-    "calls": text.count("@jaxnorm_row_program"),
+    "calls": text.count("@jaxnorm_launch"),
     "available": programs.available,
     "reason": programs.reason,
 }))

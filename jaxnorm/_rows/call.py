@@ -4,9 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-import numpy as np
-
-from jaxnorm._primitive import cached_by_program
+from jaxnorm import _launch
+from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit
@@ -16,6 +15,7 @@ from jaxnorm._rows.schedule import (
     Device,
     Phases,
     Plan,
+    keeps_columns,
     schedule,
     shared_bytes,
     with_fewer_blocks,
@@ -23,12 +23,11 @@ from jaxnorm._rows.schedule import (
 
 # Bytes of registers that a thread may spill, stores and loads together: a few cost less than fewer threads.
 SPILLS = 48
-VERSION = 1  # of the attributes' layout, which exported programs hold
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of the target `jaxnorm_row_program`.
+    """A call that runs a row program.
 
     Buffers are numbered: operands, then results, then scratch.
 
@@ -47,6 +46,7 @@ class Call:
       finish: (blocks along x, blocks along z) of row_program_finish, or ().
       finish_arguments: buffers that row_program_finish takes.
       plan: the schedule, for people. The launcher needs nothing of it.
+      operation: what error messages begin with.
     """
 
     source: str
@@ -63,33 +63,47 @@ class Call:
     finish: tuple[int, ...]
     finish_arguments: tuple[int, ...]
     plan: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
+    operation: str = "row_program"
 
     @property
     def attributes(self) -> dict:
         """The attributes of the FFI call."""
+        scalars = [_launch.ROWS, _launch.CHUNKS]
+        dimensions = [_launch.row_dimension(i) for i in range(len(self.sizes))]
 
-        def integers(*values):
-            return np.array(values, np.int64).reshape(-1)
+        def arguments(buffers, numbers):
+            return tuple((w,) for w in (*map(_launch.pointer, buffers), *numbers, *dimensions))
 
-        launch = (
-            self.threads, self.shared_bytes, self.cluster, self.rows_per_tile, self.blocks, self.chunk_multiple,
-            self.group_dims,
-        )  # fmt: skip
-        return {
-            "version": np.int64(VERSION),
-            "source": self.source,
-            "launch": integers(*launch),
-            "sizes": integers(*(x for size in self.sizes for x in size)),
-            "arguments": integers(*self.arguments),
-            "finish": integers(*self.finish),
-            "finish_arguments": integers(*self.finish_arguments),
-        }
+        launches = [
+            _launch.Launch(
+                "row_program",
+                (1, 1, 1),
+                (self.threads, 1, 1),
+                arguments(self.arguments, scalars),
+                self.shared_bytes,
+                self.cluster,
+                rule=_launch.TILES,
+            )
+        ]
+        if self.finish:
+            x, z = self.finish
+            own = arguments(self.finish_arguments, [*scalars, _launch.GROUPS])
+            rule = _launch.GROUPS_ALONG_Y
+            launches += [
+                _launch.Launch("row_program_finish", (x, 1, z), (32, 1, 1), own, rule=rule)
+            ]
+        tiles = _launch.RowTiles(
+            self.rows_per_tile, self.blocks, self.chunk_multiple, self.group_dims, self.sizes
+        )
+        return _launch.attributes(self.operation, self.source, launches, row_tiles=tiles)
 
 
 def device_here() -> Device:
     """The GPU that row programs are compiled for. Without one they are lowered for one elsewhere."""
-    for name, architecture, multiprocessors, shared in launcher.gpus():
-        return Device(architecture, multiprocessors, shared, name)
+    for gpu in launcher.gpus():
+        return Device(
+            gpu.architecture, gpu.multiprocessors, gpu.shared_bytes, gpu.name, gpu.l2_bytes
+        )
     return DEVICES[90]
 
 
@@ -119,7 +133,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
     after = [b for b, o in zip(outputs, program.outputs, strict=True) if o.after]
     first_scratch = program.count + len(outputs)
     scratch = [first_scratch + i for i in range(len(phases.row_sums))]
-    group_dims = len(max((n.attr[0] for n in phases.row_sums), key=len, default=()))
+    group_dims = phases.group_dims
     blocks = plan.blocks * device.multiprocessors if plan.persistent else 0
     shapes = tuple(_scratch_shape(n, program, plan, blocks, group_dims) for n in phases.row_sums)
     return Call(
@@ -129,7 +143,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
         cluster=plan.cluster,
         rows_per_tile=plan.rows_per_tile,
         blocks=blocks,
-        chunk_multiple=plan.vector if plan.shifted else 1,
+        chunk_multiple=plan.vector if plan.shifted and keeps_columns(phases, plan) else 1,
         group_dims=group_dims,
         sizes=_sizes(program),
         arguments=(*inputs, *own, *scratch),

@@ -7,6 +7,7 @@ import contextlib
 
 from jaxnorm._rows.emit import Emitter
 from jaxnorm._rows.expressions import c_type, element, words_of
+from jaxnorm._rows.graph import Node
 from jaxnorm._rows.rules import Input, Output
 from jaxnorm._rows.schedule_strided import apart
 from jaxnorm._rows.text import addresses
@@ -127,8 +128,9 @@ class StridedEmitter(Emitter):
     def _slot_words(self, load, u, loaded):
         super()._slot_words(load, 0, loaded)
 
-    def _hoisted(self, i: Input) -> bool:
-        return False
+    @property
+    def ahead(self) -> frozenset[Node]:
+        return frozenset()  # one load has the numbers of neighbouring rows
 
     # ---- slots ----
 

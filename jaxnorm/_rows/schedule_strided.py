@@ -194,7 +194,7 @@ class _Strided:
             stages=0,
             blocks=1,
             persistent=bool(self.phases.row_sums),
-            hoist=False,
+            hoist="",
             hold_shared=False,
             keep=frozenset(),
             shifted=False,

@@ -458,6 +458,19 @@ def test_persistent_blocks(groups, tiles, blocks, resident, multiple, chunks):
     assert groups * chunks <= max(blocks, groups)  # which scratch has room for
 
 
+def test_blocks_that_run_together():
+    """As many as the GPU holds at once, or an error: blocks that wait for others would wait for ever."""
+    made = call(cluster=33, blocks=4, rows_per_tile=1, together=True)
+    assert plan(made, (64, 64), (64, 64), resident=4)["grid"] == (132, 1, 1)
+    assert plan(made, (64, 64), (64, 64), resident=3)["grid"] == (99, 1, 1)
+    assert plan(made, (2, 64), (2, 64), resident=4)["grid"] == (66, 1, 1)
+    with pytest.raises(ValueError, match="33 blocks must run at once, the GPU runs 0"):
+        plan(made, (64, 64), (64, 64), resident=0)
+    groups = call(cluster=33, blocks=4, together=True, group_dims=1, sizes=((0, 0, 1), (0, 1, 1)))
+    with pytest.raises(ValueError, match="165 blocks must run at once, the GPU runs 132"):
+        plan(groups, (5, 64), (5, 64), resident=4)
+
+
 @pytest.mark.parametrize(
     ("group_dims", "rows", "y"), [(0, 4, 32), (1, 1, 1), (1, 9, 4), (1, 16, 4), (1, 4000, 32)]
 )
@@ -498,11 +511,14 @@ def test_more_rows_than_32_bits():
     [
         (dict(version=2), "this program has version 2 of the attributes, this jaxnorm knows 1"),
         (dict(source=""), "source must not be empty"),
-        (dict(launch=[128] * 6), "launch must have 7 numbers, got 6"),
+        (dict(launch=[128] * 6), "launch must have 7 or 8 numbers, got 6"),
         (dict(launch=[0, 0, 1, 1, 0, 1, 0]), "threads must be from 1 to 1024, got 0"),
         (dict(launch=[1025, 0, 1, 1, 0, 1, 0]), "threads must be from 1 to 1024, got 1025"),
         (dict(launch=[1, -1, 1, 1, 0, 1, 0]), "shared_bytes must be from 0 to 1048576, got -1"),
         (dict(launch=[1, 0, 17, 1, 0, 1, 0]), "cluster must be from 1 to 16, got 17"),
+        (dict(launch=[1, 0, 17, 1, 0, 1, 0, 0]), "cluster must be from 1 to 16, got 17"),
+        (dict(launch=[1, 0, 4097, 1, 0, 1, 0, 1]), "cluster must be from 1 to 4096, got 4097"),
+        (dict(launch=[1, 0, 1, 1, 0, 1, 0, 2]), "together must be from 0 to 1, got 2"),
         (dict(launch=[1, 0, 1, 0, 0, 1, 0]), "rows_per_tile must be from 1 to"),
         (dict(launch=[1, 0, 1, 1, -1, 1, 0]), "blocks must be from 0 to"),
         (dict(launch=[1, 0, 1, 1, 0, 0, 0]), "chunk_multiple must be from 1 to"),

@@ -17,6 +17,7 @@ struct CudaLaunchAttribute {
     struct {
       unsigned x, y, z;
     } cluster;
+    int cooperative;
   } value;
 };
 struct CudaLaunchConfig {
@@ -27,7 +28,9 @@ struct CudaLaunchConfig {
 };
 static_assert(sizeof(CudaLaunchAttribute) == 72 && sizeof(CudaLaunchConfig) == 56);
 
-inline constexpr unsigned kLaunchAttributeCluster = 4;  // CUlaunchAttributeID
+// CUlaunchAttributeID
+inline constexpr unsigned kLaunchAttributeCooperative = 2;  // all blocks run at once, or the launch fails
+inline constexpr unsigned kLaunchAttributeCluster = 4;
 // CUfunction_attribute
 inline constexpr int kMaxDynamicSharedBytes = 8;
 inline constexpr int kNonPortableClusterAllowed = 14;

@@ -139,9 +139,14 @@ Error LaunchBoth(const Plan& plan, const Kernels& kernels, const Buffers& buffer
     arguments.Append(launches.rows);
     arguments.Append(launches.chunks);
     arguments.AppendDims(plan, launches);
-    CudaLaunchAttribute cluster{};
-    cluster.id = kLaunchAttributeCluster;
-    cluster.value.cluster = {static_cast<unsigned>(plan.cluster), 1, 1};
+    CudaLaunchAttribute attribute{};
+    if (plan.together) {
+      attribute.id = kLaunchAttributeCooperative;
+      attribute.value.cooperative = 1;
+    } else {
+      attribute.id = kLaunchAttributeCluster;
+      attribute.value.cluster = {static_cast<unsigned>(plan.cluster), 1, 1};
+    }
     const Grid& grid = launches.grid;
     const CudaLaunchConfig config{grid.x,
                                   grid.y,
@@ -151,7 +156,7 @@ Error LaunchBoth(const Plan& plan, const Kernels& kernels, const Buffers& buffer
                                   1,
                                   static_cast<unsigned>(plan.shared_bytes),
                                   stream,
-                                  &cluster,
+                                  &attribute,
                                   plan.cluster > 1 ? 1u : 0u};
     JAXNORM_RETURN_IF_ERROR(Launch("row_program", config, kernels.row_program, &arguments));
   }

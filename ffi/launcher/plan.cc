@@ -9,6 +9,8 @@ namespace {
 
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxGridYZ = 65535;
+constexpr int64_t kMaxCluster = 16;
+constexpr int64_t kMaxTogether = 4096;
 
 Error Invalid(const std::string& what) { return Error::InvalidArgument("jaxnorm: row_program: " + what); }
 
@@ -70,10 +72,14 @@ Error DecodePlan(const Attributes& attributes, Plan* plan) {
   }
   if (attributes.source.empty()) return Invalid("source must not be empty");
   const Integers& launch = attributes.launch;
-  if (launch.size != 7) return Invalid("launch must have 7 numbers, got " + Text(launch.size));
+  if (launch.size != 7 && launch.size != 8) {
+    return Invalid("launch must have 7 or 8 numbers, got " + Text(launch.size));
+  }
+  if (launch.size == 8) JAXNORM_RETURN_IF_ERROR(CheckRange("together", launch[7], 0, 1));
+  plan->together = launch.size == 8 && launch[7] == 1;
   JAXNORM_RETURN_IF_ERROR(CheckRange("threads", launch[0], 1, 1024));
   JAXNORM_RETURN_IF_ERROR(CheckRange("shared_bytes", launch[1], 0, 1 << 20));
-  JAXNORM_RETURN_IF_ERROR(CheckRange("cluster", launch[2], 1, 16));
+  JAXNORM_RETURN_IF_ERROR(CheckRange("cluster", launch[2], 1, plan->together ? kMaxTogether : kMaxCluster));
   JAXNORM_RETURN_IF_ERROR(CheckRange("rows_per_tile", launch[3], 1, kMaxInt));
   JAXNORM_RETURN_IF_ERROR(CheckRange("blocks", launch[4], 0, kMaxInt));
   JAXNORM_RETURN_IF_ERROR(CheckRange("chunk_multiple", launch[5], 1, kMaxInt));
@@ -151,6 +157,11 @@ Error SizeLaunches(const Plan& plan, const Buffers& buffers, int64_t resident, L
                          Text(plan.blocks));
         }
       }
+    }
+    // Blocks that wait for others which have not begun would wait for ever.
+    if (plan.together && groups * chunks > resident) {
+      return Invalid(Text(groups * chunks * plan.cluster) + " blocks must run at once, the GPU runs " +
+                     Text(resident * plan.cluster));
     }
     if (chunks > kMaxInt / groups / plan.cluster) {
       return Invalid(Text(launches->rows) + " rows in tiles of " + Text(plan.rows_per_tile) + " need more than " +

@@ -38,7 +38,8 @@ struct Attributes {
 
   int64_t version = 0;
   std::string_view source;    // CUDA text with the kernels row_program and, with `finish`, row_program_finish
-  Integers launch;            // threads, shared_bytes, cluster, rows_per_tile, blocks, chunk_multiple, group_dims
+  Integers launch;            // threads, shared_bytes, cluster, rows_per_tile, blocks, chunk_multiple, group_dims,
+                              // optionally together
   Integers sizes;             // for each row dimension: buffer (-1: none), dimension (or the size itself), divisor
   Integers arguments;         // buffers that row_program is given
   Integers finish;            // none, or blocks along x and z
@@ -59,6 +60,7 @@ struct Plan {
   int threads;             // of a block
   int shared_bytes;        // dynamic shared memory of a block
   int cluster;             // blocks of a cluster, which then stands where a block would
+  bool together;           // the blocks of a cluster may be anywhere in the grid, all of which runs at once
   int64_t rows_per_tile;   // rows that a block takes at a time
   int64_t blocks;          // 0: a block for each tile. Otherwise at most so many, which go from tile to tile
   int64_t chunk_multiple;  // with `blocks`: the number of chunks is a multiple of this, or less

@@ -52,7 +52,8 @@ std::string Program::Load(const Plan& plan, int ordinal, Kernels* kernels) {
     return "there is no GPU number " + std::to_string(ordinal);
   }
   const Gpu& gpu = gpus.list[ordinal];
-  if (plan.cluster > 1 && gpu.architecture < kClusterArchitecture) {
+  const bool clusters = plan.cluster > 1 && !plan.together;
+  if (clusters && gpu.architecture < kClusterArchitecture) {
     return "clusters of blocks are for sm_90 and later, " + gpu.name + " is sm_" + std::to_string(gpu.architecture);
   }
   if (plan.shared_bytes > gpu.shared_bytes) {
@@ -88,7 +89,7 @@ std::string Program::Load(const Plan& plan, int ordinal, Kernels* kernels) {
     }
     allowed = plan.shared_bytes;
   }
-  if (plan.cluster > kPortableCluster) {
+  if (clusters && plan.cluster > kPortableCluster) {
     if (int result = driver.KernelSetAttribute(kNonPortableClusterAllowed, 1, kernels->row_program, device);
         result != 0) {
       return driver.Describe("clusters of " + std::to_string(plan.cluster) + " blocks", result);
@@ -96,7 +97,7 @@ std::string Program::Load(const Plan& plan, int ordinal, Kernels* kernels) {
   }
 
   int resident = 0;
-  if (plan.cluster > 1) {
+  if (clusters) {
     CudaLaunchAttribute cluster{};
     cluster.id = kLaunchAttributeCluster;
     cluster.value.cluster = {static_cast<unsigned>(plan.cluster), 1, 1};
@@ -117,7 +118,7 @@ std::string Program::Load(const Plan& plan, int ordinal, Kernels* kernels) {
     if (int result = driver.MaxActiveBlocks(&resident, function, plan.threads, plan.shared_bytes); result != 0) {
       return driver.Describe("cuOccupancyMaxActiveBlocksPerMultiprocessor", result);
     }
-    resident *= gpu.multiprocessors;
+    resident = resident * gpu.multiprocessors / plan.cluster;
   }
   if (resident == 0) {
     return TooLarge(gpu, std::to_string(plan.threads) + " threads with their registers, " +

@@ -161,7 +161,7 @@ class Finish:
 
     def _panel(self, o, panel, root):
         w, e, width = self.w, self.e, self.program.width
-        sums = [n for n in _all_nodes(root) if n.op == "row_sum"]
+        sums = [n for n in nodes_behind_sums(root) if n.op == "row_sum"]
         scalar = all(n.attr[1] for n in sums)
         if not scalar and any(n.attr[1] for n in sums):
             raise NotARowProgram(
@@ -182,7 +182,7 @@ class Finish:
             def name(node, u=0):
                 return literal(node.attr, node.dtype) if node.op == "literal" else names[node]
 
-            for node in _all_nodes(root):
+            for node in nodes_behind_sums(root):
                 if node.op == "literal":
                     continue
                 names[node] = f"{node.op}_{node.number}"
@@ -238,7 +238,7 @@ class Finish:
                     )
 
 
-def _all_nodes(root) -> list[Node]:
+def nodes_behind_sums(root) -> list[Node]:
     """The nodes that a result needs behind the sums over rows, arguments first."""
     found: dict[Node, None] = {}
 

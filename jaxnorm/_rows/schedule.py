@@ -9,6 +9,8 @@ A row's data stay on chip between the phases of a program, which the row's reduc
               of one where rows are long: while one row is worked on, parts of the next one take the place of parts
               that its last phase has read
   stream      rows too long for the chip: each phase reads them again, which costs nothing where there is one phase
+
+Few rows that are very long are shared by blocks anywhere in the grid (`schedule_grid`).
 """
 
 import dataclasses
@@ -17,6 +19,7 @@ import math
 
 from jaxnorm._rows.graph import BOOL, Node
 from jaxnorm._rows.rules import Program
+from jaxnorm._rows.schedule_grid import GridMemory, GridShape, grid_shape, part_of_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,7 @@ DEVICES = {
 }
 
 THREADS_MAX = 1024
+LINE = 128  # bytes of a cache line
 REGISTERS = 65536  # of a multiprocessor
 REGISTERS_MAX = 255  # of a thread
 # Registers of addresses, loop counters and intermediate results, besides what is held.
@@ -85,6 +89,11 @@ class Plan:
       keep: numbers of the nodes whose values stay in registers from phase to phase; others are computed again.
       shifted: whether slots lie on the grid of the vectors in memory instead of beginning with the row: rows whose
         length is no multiple of the vector then still have aligned vectors.
+      grid: how many times `cluster` blocks, which need not be a cluster, share rows and exchange what they have of them
+        through global memory; 0 where no blocks do. All blocks of the grid run at once. `threads` are `lanes` and the
+        warps of the exchange.
+      lag: of a grid, rows between the one that is in a phase and the one that is in the next phase.
+      exchangers: of a grid, warps for each exchange of a row.
     """
 
     source: str
@@ -103,11 +112,19 @@ class Plan:
     hold_shared: bool
     keep: frozenset
     shifted: bool
+    grid: int = 0
+    lag: int = 0
+    exchangers: int = 0
+
+    @property
+    def clustered(self) -> bool:
+        """Whether the blocks that share a row are a cluster."""
+        return self.cluster > 1 and not self.grid
 
     @property
     def groups(self) -> int:
         """Groups of lanes in a block, each with rows of its own."""
-        return self.threads // self.lanes if self.lanes <= 32 else 1
+        return self.threads // self.lanes if self.lanes <= 32 and not self.grid else 1
 
     @property
     def parts(self) -> bool:
@@ -124,7 +141,10 @@ class Plan:
         return min(REGISTERS_MAX, REGISTERS // (self.threads * self.blocks) // 8 * 8)
 
     def __str__(self) -> str:
-        row = f"a cluster of {self.cluster} blocks" if self.cluster > 1 else f"{self.lanes} threads"
+        blocks = (
+            f"{self.grid} times {self.cluster}" if self.grid else f"a cluster of {self.cluster}"
+        )
+        row = f"{blocks} blocks" if self.cluster > 1 else f"{self.lanes} threads"
         stages = f"{self.stages} stages" + (f" for {self.rounds} parts a row" if self.parts else "")
         held = {"ring": f"a ring of {stages}", "stream": "rows read in each phase"}.get(
             self.source, self.source
@@ -263,6 +283,8 @@ class _Scheduler:
         count = -(-(width + vector - 1) // vector) if shifted else width // vector
         long = count > 128
         can_ring = self._can_ring(vector, shifted)
+        if shape := self._grid(vector, count, can_ring and self._can_cut(vector, shifted)):
+            return self._plan_of_grid(shape, vector)
         source = self._source(count, long, can_ring, shifted)
         if source == "ring" and self._in_parts(vector, shifted):
             return self._plan_of_parts(vector, count)
@@ -487,6 +509,55 @@ class _Scheduler:
         )
         # More parts than two rows have would wait in any case.
         return self._with_registers(self._with_stages(plan, 2 * rounds))
+
+    def _grid(self, vector, count, can_cut) -> GridShape | None:
+        rows = math.prod(self.program.row_sizes)
+        reductions = [n for n in self.phases.order if n.op == "reduce"]
+        if not (
+            can_cut
+            and self.levels
+            and isinstance(rows, int)
+            # Sums over rows must be the ones of a block's columns.
+            and not any(n.attr[1] or n.attr[0] for n in self.phases.row_sums)
+            and all(n.dtype.itemsize <= 4 for n in reductions)
+        ):
+            return None
+        stored = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
+        return grid_shape(
+            rows=rows,
+            slots=count,
+            line=slots_of_line(self.program, vector),
+            row_bytes=self.row_bytes,
+            moved_bytes=self.row_bytes + stored,
+            words=exchanged_words(self.phases),
+            elements=self.panels * vector,
+            device=self.device,
+            asked=self.asked,
+        )
+
+    def _plan_of_grid(self, shape, vector) -> Plan:
+        elements = self.panels * vector * shape.slots
+        return Plan(
+            source="ring",
+            vector=vector,
+            lanes=shape.lanes,
+            slots=shape.slots,
+            rounds=1,
+            threads=shape.threads,
+            cluster=shape.cluster,
+            rows_at_once=1,
+            passes=1,
+            stages=shape.stages,
+            blocks=1,
+            persistent=True,
+            hoist=self.asked.get("hoist", elements <= 16),
+            hold_shared=True,
+            keep=frozenset(),
+            shifted=False,
+            grid=shape.grid,
+            lag=shape.lag,
+            exchangers=shape.exchangers,
+        )
 
     def _elements(self, cluster, part, vector, shifted) -> int:
         """Elements of a row that a thread should have."""
@@ -733,8 +804,17 @@ def slot_count(program: Program, plan: Plan) -> int:
     return -(-(width + plan.vector - 1) // plan.vector) if plan.shifted else width // plan.vector
 
 
+def slots_of_line(program: Program, vector: int) -> int:
+    """Slots of the input with the shortest elements in a cache line."""
+    sizes = [i.dtype.itemsize for i in staged_inputs(program, Phases(program))]
+    return max(1, LINE // (vector * min(sizes)))
+
+
 def part_slots(program: Program, plan: Plan) -> int:
-    """Slots of a panel that one block of a cluster has."""
+    """Slots of a panel that one of the blocks has that share a row."""
+    if plan.grid:
+        line = slots_of_line(program, plan.vector)
+        return part_of_grid(slot_count(program, plan), plan.cluster, line)
     return -(-slot_count(program, plan) // plan.cluster)
 
 
@@ -751,6 +831,9 @@ class SharedMemory:
 def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     """The stages come first; sums over rows, at the end, use the same place."""
     phases = Phases(program)
+    if plan.grid:
+        grid = grid_memory(program, plan)
+        return SharedMemory(grid.parts, 0, grid.barriers, grid.total)
     warps = max(1, plan.lanes // 32)
     partials = warps * plan.cluster if plan.lanes > 32 or plan.cluster > 1 else 0
     most = (
@@ -768,6 +851,16 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     start = max(_round_up(stages, 128), _round_up(sum_bytes, 128), 512 if phases.row_sums else 0)
     barriers = start + _round_up(2 * words * 4, 128)
     return SharedMemory(start, words, barriers, barriers + _round_up(16 * plan.stages + 16, 128))
+
+
+def grid_memory(program: Program, plan: Plan) -> GridMemory:
+    """The same where blocks of a grid share rows."""
+    return GridMemory.of(plan, exchanged_words(Phases(program)), stage_bytes(program, plan))
+
+
+def exchanged_words(phases: Phases) -> tuple[int, ...]:
+    """Partial results of each exchange of a row."""
+    return tuple(len(reductions) for reductions in phases.reductions[:-1])
 
 
 def shared_bytes(program: Program, plan: Plan) -> int:

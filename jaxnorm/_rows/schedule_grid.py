@@ -1,0 +1,175 @@
+"""Few rows that are very long: groups of blocks share them, and exchange partial results through global memory.
+
+Each block of a group has the same columns of all rows of the group. It fetches its parts of the rows ahead into the
+stages of a ring. Several rows are under way at once: while one is in the first phase, an earlier one is in the second
+phase, because its exchange has ended. So threads that compute do not wait for exchanges.
+"""
+
+import dataclasses
+
+# Threads of a block that compute, where a block's part of a row has as many slots.
+LANES = 512
+# Elements that a thread works on side by side, at most.
+ELEMENTS = 128
+# Warps of a block that exchange, at most.
+EXCHANGING_WARPS = 8
+# Bytes that a block moves while an exchange is under way.
+LAG_BYTES = 72 * 1024
+# Partial results in a post, which is 16 bytes (`emit_grid`).
+POST_WORDS = 2
+# Shorter rows, or fewer bytes in all, are worth no exchange between all blocks.
+LEAST_ROW_BYTES = 128 * 1024
+LEAST_BYTES = 1 << 20
+# What is asked of a schedule that shares no rows between blocks of a grid.
+OTHER_SCHEDULES = ("source", "cluster", "parts", "rows_at_once", "blocks")
+
+
+@dataclasses.dataclass(frozen=True)
+class GridShape:
+    """The fields of a `Plan` whose rows are shared by blocks of a grid."""
+
+    grid: int
+    cluster: int
+    lanes: int
+    slots: int
+    stages: int
+    lag: int
+    exchangers: int
+    threads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GridMemory:
+    """Where a block's shared memory is used, in bytes. The stages come first.
+
+    Attributes:
+      parts: offset of the partial results of warps, for each stage.
+      known: offset of the results of reductions, for each stage.
+      gathered: offset of the partial results of all blocks, for each warp that exchanges.
+      gathered_words: how many each of these warps has.
+      barriers: offset of the barriers.
+      total: bytes.
+    """
+
+    parts: int
+    known: int
+    gathered: int
+    gathered_words: int
+    barriers: int
+    total: int
+
+    @classmethod
+    def of(cls, plan, words: tuple[int, ...], stage_bytes: int) -> "GridMemory":
+        """The memory of a `Plan` or `GridShape`.
+
+        Args:
+          plan: the schedule.
+          words: partial results of each exchange.
+          stage_bytes: bytes of a stage.
+        """
+        stages, all_words = plan.stages, sum(words)
+        parts = _round_up(stages * stage_bytes, 128)
+        known = parts + stages * all_words * (plan.lanes // 32) * 4
+        gathered = known + stages * all_words * 4
+        gathered_words = max(words, default=0) * plan.cluster
+        barriers = gathered + len(words) * plan.exchangers * gathered_words * 4
+        barriers = _round_up(barriers, 128)
+        total = barriers + 8 * stages * (2 + 2 * len(words))
+        return cls(parts, known, gathered, gathered_words, barriers, _round_up(total, 128))
+
+
+def posts_of_row(words: tuple[int, ...]) -> int:
+    """Posts that a block has for a row, given the partial results of its exchanges."""
+    return sum(-(-count // POST_WORDS) for count in words)
+
+
+def part_of_grid(slots: int, blocks: int, line: int) -> int:
+    """Slots of a block that shares a row of `slots`: whole cache lines, of which each has `line` slots."""
+    lines = -(-slots // line)
+    return -(-lines // blocks) * line
+
+
+def grid_shape(
+    *, rows, slots, line, row_bytes, moved_bytes, words, elements, device, asked
+) -> GridShape | None:
+    """How blocks of a grid share rows; None where they should not, or cannot.
+
+    Args:
+      rows: how many there are.
+      slots: of a row's panel.
+      line: slots of a panel in a cache line.
+      row_bytes: bytes of a row that are read.
+      moved_bytes: bytes of a row that are read or written.
+      words: partial results of each exchange.
+      elements: of a slot, in all panels.
+      device: for which the schedule is made.
+      asked: what is asked of the schedule.
+    """
+    if not rows or asked.get("grid") == 0:
+        return None
+    if "grid" not in asked:
+        few = rows <= device.multiprocessors and row_bytes >= LEAST_ROW_BYTES
+        if any(a in asked for a in OTHER_SCHEDULES) or not few or rows * row_bytes < LEAST_BYTES:
+            return None
+    groups = asked.get("grid") or _groups(rows, slots, line, device.multiprocessors)
+    blocks = asked.get("cluster") or device.multiprocessors // groups
+    part = part_of_grid(slots, blocks, line)
+    lanes = min(asked.get("lanes", LANES), _round_up(part, 32))
+    slots_of_thread = -(-part // lanes)
+    lanes = _round_up(-(-part // slots_of_thread), 32)
+    levels, own_rows = len(words), -(-rows // groups)
+    exchangers = asked.get("exchangers") or max(1, min(4, EXCHANGING_WARPS // levels, own_rows))
+    shape = GridShape(
+        grid=groups,
+        cluster=-(-slots // part),
+        lanes=lanes,
+        slots=slots_of_thread,
+        stages=min(own_rows, asked.get("stages", own_rows)),
+        lag=1,
+        exchangers=exchangers,
+        threads=lanes + 32 * levels * exchangers,
+    )
+    stage_bytes = part * (row_bytes // slots)
+    while shape.stages and GridMemory.of(shape, words, stage_bytes).total > device.shared_bytes:
+        shape = dataclasses.replace(shape, stages=shape.stages - 1)
+    # A row's stage is free after the last phase; at least one more row is fetched meanwhile.
+    most_lag = own_rows if shape.stages == own_rows else (shape.stages - 2) // levels
+    fits = slots_of_thread * elements <= ELEMENTS and shape.threads <= 1024
+    if shape.cluster == 1 or most_lag < 1 or not fits:
+        return None
+    wanted = asked.get("lag") or -(-LAG_BYTES // (part * moved_bytes // slots))
+    return dataclasses.replace(shape, lag=max(1, min(wanted, most_lag)))
+
+
+def _groups(rows, slots, line, multiprocessors) -> int:
+    """Groups of blocks, whose threads have about a slot of each row; the ones that end first."""
+    wanted = max(1, min(multiprocessors * LANES // slots, rows))
+
+    def longest(groups) -> int:
+        return -(-rows // groups) * part_of_grid(slots, multiprocessors // groups, line)
+
+    near = range(max(1, wanted // 2), min(2 * wanted, rows, multiprocessors) + 1)
+    least = min(longest(groups) for groups in near)
+    good = [groups for groups in near if longest(groups) <= 1.02 * least]
+    return min(good, key=lambda groups: abs(groups - wanted))
+
+
+def sums_end_here(program, plan) -> bool:
+    """Whether a block has all rows of its columns, and so computes the results of sums over rows by itself."""
+    if plan.grid != 1:
+        return False
+    seen, stack = set(), [n for o in program.outputs if o.after for n in o.nodes]
+    while stack:
+        node = stack.pop()
+        if node.number in seen or node.op == "row_sum":
+            continue
+        seen.add(node.number)
+        if not node.after and (node.column or node.row):
+            return False
+        if node.after:
+            stack += node.args
+    return True
+
+
+def _round_up(n, unit) -> int:
+    return -(-n // unit) * unit

@@ -11,13 +11,14 @@ shared memory has the partial results of warps, the results of reductions, and t
 """
 
 import functools
+import math
 
 from jaxnorm._rows.emit_reductions import Reductions
 from jaxnorm._rows.emit_sums import Sums, nodes_behind_sums
 from jaxnorm._rows.expressions import accumulator, c_type, expression, words_of
 from jaxnorm._rows.graph import BOOL
 from jaxnorm._rows.rules import Program, compute_dtype
-from jaxnorm._rows.schedule import Plan, exchanged_words, grid_memory
+from jaxnorm._rows.schedule import Plan, exchanged_words, grid_memory, row_loads
 from jaxnorm._rows.schedule_grid import POST_WORDS, posts_of_row, sums_end_here
 
 
@@ -31,6 +32,8 @@ class Grid(Sums, Reductions):
         if plan.grid:
             self.shared = grid_memory(program, plan)
             self.words = exchanged_words(self.phases)
+            self.row_loads = row_loads(program, self.phases)
+            self.row_count = math.prod(program.row_sizes)
 
     # ---- of the kernel's other parts ----
 
@@ -74,6 +77,8 @@ class Grid(Sums, Reductions):
     def _share_rows(self):
         plan, w = self.plan, self.w
         w("const int turns = (tiles - chunk + chunks - 1) / chunks;")
+        if self.row_loads:
+            self._load_for_rows()
         with w.block(f"if (warp >= {self._warps})"):
             w(f"const int helper = warp - {self._warps};")
             for level in range(self.levels):
@@ -90,6 +95,21 @@ class Grid(Sums, Reductions):
         else:
             self._write_partial_sums()
 
+    def _load_for_rows(self):
+        """Loads what is one number for a row: in each phase of each row, all threads would wait for it."""
+        w, done = self.w, set(self.done)
+        w(f"u32* const of_rows = (u32*)(shared + {self.shared.rows});")
+        with w.block(f"for (int turn = thread; turn < turns; turn += {self.plan.threads})"):
+            w("const int tile = chunk + turn * chunks;")
+            self._number_rows()
+            self._row_values(lambda n: n.level == 0, "values of the row")
+            for place, n in enumerate(self.row_loads):
+                value = self.name(n)
+                word = f"__float_as_uint({value})" if n.floating else f"(u32){value}"
+                w(f"of_rows[{place * self.row_count} + row] = {word};")
+        w("__syncthreads();")
+        self.done = done
+
     def _step_of_phase(self, number):
         plan, w = self.plan, self.w
         delay, done = number * plan.lag, set(self.done)
@@ -101,6 +121,11 @@ class Grid(Sums, Reductions):
             else:
                 self._use_stage("turn")
             self._row_pointers()
+            for place, n in enumerate(self.row_loads):
+                word, c = f"of_rows[{place * self.row_count} + row]", c_type(n.dtype)
+                value = f"__uint_as_float({word})" if n.floating else f"({c}){word}"
+                w(f"const {c} {self.name(n)} = {value};")
+                self.done.add(n)
             self._row_values(lambda n: n.level == 0, "values of the row")
             self._load_rows()
             self._wait_for_results(number)

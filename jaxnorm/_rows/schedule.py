@@ -53,6 +53,7 @@ DEVICES = {
 
 THREADS_MAX = 1024
 LINE = 128  # bytes of a cache line
+ROW_LOADS = 1024  # rows whose labels, statistics and the like fit in shared memory
 REGISTERS = 65536  # of a multiprocessor
 REGISTERS_MAX = 255  # of a thread
 # Registers of addresses, loop counters and intermediate results, besides what is held.
@@ -530,6 +531,7 @@ class _Scheduler:
             row_bytes=self.row_bytes,
             moved_bytes=self.row_bytes + stored,
             words=exchanged_words(self.phases),
+            row_words=rows * len(row_loads(self.program, self.phases)),
             elements=self.panels * vector,
             device=self.device,
             asked=self.asked,
@@ -855,7 +857,17 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
 
 def grid_memory(program: Program, plan: Plan) -> GridMemory:
     """The same where blocks of a grid share rows."""
-    return GridMemory.of(plan, exchanged_words(Phases(program)), stage_bytes(program, plan))
+    phases = Phases(program)
+    row_words = math.prod(program.row_sizes) * len(row_loads(program, phases))
+    return GridMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)
+
+
+def row_loads(program: Program, phases: Phases) -> list[Node]:
+    """What blocks of a grid load once for each row before all phases, unless rows are many."""
+    if math.prod(program.row_sizes) > ROW_LOADS:
+        return []
+    loads = [n for n in phases.order if n.op in ("input", "input_at") and n.row and not n.column]
+    return [n for n in loads if n.dtype.itemsize <= 4 and not n.after]
 
 
 def exchanged_words(phases: Phases) -> tuple[int, ...]:

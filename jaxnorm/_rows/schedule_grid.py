@@ -47,6 +47,7 @@ class GridMemory:
       known: offset of the results of reductions, for each stage.
       gathered: offset of the partial results of all blocks, for each warp that exchanges.
       gathered_words: how many each of these warps has.
+      rows: offset of what is loaded for each row.
       barriers: offset of the barriers.
       total: bytes.
     """
@@ -55,27 +56,29 @@ class GridMemory:
     known: int
     gathered: int
     gathered_words: int
+    rows: int
     barriers: int
     total: int
 
     @classmethod
-    def of(cls, plan, words: tuple[int, ...], stage_bytes: int) -> "GridMemory":
+    def of(cls, plan, words: tuple[int, ...], stage_bytes: int, row_words: int) -> "GridMemory":
         """The memory of a `Plan` or `GridShape`.
 
         Args:
           plan: the schedule.
           words: partial results of each exchange.
           stage_bytes: bytes of a stage.
+          row_words: what is loaded for all rows.
         """
         stages, all_words = plan.stages, sum(words)
         parts = _round_up(stages * stage_bytes, 128)
         known = parts + stages * all_words * (plan.lanes // 32) * 4
         gathered = known + stages * all_words * 4
         gathered_words = max(words, default=0) * plan.cluster
-        barriers = gathered + len(words) * plan.exchangers * gathered_words * 4
-        barriers = _round_up(barriers, 128)
+        rows = gathered + len(words) * plan.exchangers * gathered_words * 4
+        barriers = _round_up(rows + row_words * 4, 128)
         total = barriers + 8 * stages * (2 + 2 * len(words))
-        return cls(parts, known, gathered, gathered_words, barriers, _round_up(total, 128))
+        return cls(parts, known, gathered, gathered_words, rows, barriers, _round_up(total, 128))
 
 
 def posts_of_row(words: tuple[int, ...]) -> int:
@@ -90,7 +93,7 @@ def part_of_grid(slots: int, blocks: int, line: int) -> int:
 
 
 def grid_shape(
-    *, rows, slots, line, row_bytes, moved_bytes, words, elements, device, asked
+    *, rows, slots, line, row_bytes, moved_bytes, words, row_words, elements, device, asked
 ) -> GridShape | None:
     """How blocks of a grid share rows; None where they should not, or cannot.
 
@@ -101,6 +104,7 @@ def grid_shape(
       row_bytes: bytes of a row that are read.
       moved_bytes: bytes of a row that are read or written.
       words: partial results of each exchange.
+      row_words: what is loaded for all rows.
       elements: of a slot, in all panels.
       device: for which the schedule is made.
       asked: what is asked of the schedule.
@@ -130,7 +134,8 @@ def grid_shape(
         threads=lanes + 32 * levels * exchangers,
     )
     stage_bytes = part * (row_bytes // slots)
-    while shape.stages and GridMemory.of(shape, words, stage_bytes).total > device.shared_bytes:
+    room = device.shared_bytes
+    while shape.stages and GridMemory.of(shape, words, stage_bytes, row_words).total > room:
         shape = dataclasses.replace(shape, stages=shape.stages - 1)
     # A row's stage is free after the last phase; at least one more row is fetched meanwhile.
     most_lag = own_rows if shape.stages == own_rows else (shape.stages - 2) // levels

@@ -1,8 +1,9 @@
 """Rows that blocks anywhere in the grid share: their exchange through global memory, and the loop over rows around it.
 
-The first warps of a block compute, the last ones exchange. In one step the computing warps put a row through its first
-phase, an earlier row through its second phase, and so on. For each stage of the ring, which is a row that is under way,
-shared memory has the partial results of warps, the results of reductions, and these barriers:
+The first warps of a block compute, the last ones exchange. In one step the computing warps put a row through its last
+phase, a later row through the phase before that one, and so on, and the newest row through its first phase. For each
+stage of the ring, which is a row that is under way, shared memory has the partial results of warps, the results of
+reductions, and these barriers:
 
   filled    bulk copies have filled the stage
   summed    of each exchange: all computing warps have written their partial results
@@ -88,7 +89,8 @@ class Grid(Sums, Reductions):
         self._prepare()
         steps = f"turns + {plan.lag * self.levels}"
         with w.block(f'_Pragma("unroll 1") for (int step = 0; step < {steps}; ++step)'):
-            for number in range(self.phases.count):
+            # The oldest row first: it leaves its stage to the newest one.
+            for number in reversed(range(self.phases.count)):
                 self._step_of_phase(number)
         if self.direct:
             self._write_results_of_sums()

@@ -523,13 +523,13 @@ class _Scheduler:
             and all(n.dtype.itemsize <= 4 for n in reductions)
         ):
             return None
-        stored = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
+        written = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
         return grid_shape(
             rows=rows,
             slots=count,
             line=slots_of_line(self.program, vector),
             row_bytes=self.row_bytes,
-            moved_bytes=self.row_bytes + stored,
+            written_bytes=written,
             words=exchanged_words(self.phases),
             row_words=rows * len(row_loads(self.program, self.phases)),
             elements=self.panels * vector,

@@ -12,9 +12,9 @@ LANES = 512
 # Elements that a thread works on side by side, at most.
 ELEMENTS = 128
 # Warps of a block that exchange, at most.
-EXCHANGING_WARPS = 8
-# Bytes that a block moves while an exchange is under way.
-LAG_BYTES = 72 * 1024
+EXCHANGING_WARPS = 16
+# Bytes that a block reads or writes while an exchange is under way, 2.5 us.
+EXCHANGE_BYTES = 56 * 1024
 # Partial results in a post, which is 16 bytes (`emit_grid`).
 POST_WORDS = 2
 # Shorter rows, or fewer bytes in all, are worth no exchange between all blocks.
@@ -93,7 +93,7 @@ def part_of_grid(slots: int, blocks: int, line: int) -> int:
 
 
 def grid_shape(
-    *, rows, slots, line, row_bytes, moved_bytes, words, row_words, elements, device, asked
+    *, rows, slots, line, row_bytes, written_bytes, words, row_words, elements, device, asked
 ) -> GridShape | None:
     """How blocks of a grid share rows; None where they should not, or cannot.
 
@@ -102,7 +102,7 @@ def grid_shape(
       slots: of a row's panel.
       line: slots of a panel in a cache line.
       row_bytes: bytes of a row that are read.
-      moved_bytes: bytes of a row that are read or written.
+      written_bytes: bytes of a row that are written.
       words: partial results of each exchange.
       row_words: what is loaded for all rows.
       elements: of a slot, in all panels.
@@ -122,27 +122,38 @@ def grid_shape(
     slots_of_thread = -(-part // lanes)
     lanes = _round_up(-(-part // slots_of_thread), 32)
     levels, own_rows = len(words), -(-rows // groups)
-    exchangers = asked.get("exchangers") or max(1, min(4, EXCHANGING_WARPS // levels, own_rows))
+    most_stages = max(own_rows, levels)
+    stage_bytes = part * (row_bytes // slots)
+    # As many exchanges are under way as rows come meanwhile.
+    exchangers = min(-(-EXCHANGE_BYTES // stage_bytes), 8, EXCHANGING_WARPS // levels, own_rows)
+    exchangers = asked.get("exchangers") or max(1, exchangers)
     shape = GridShape(
         grid=groups,
         cluster=-(-slots // part),
         lanes=lanes,
         slots=slots_of_thread,
-        stages=min(own_rows, asked.get("stages", own_rows)),
+        stages=min(asked.get("stages", most_stages), most_stages),
         lag=1,
         exchangers=exchangers,
-        threads=lanes + 32 * levels * exchangers,
+        threads=0,
     )
-    stage_bytes = part * (row_bytes // slots)
     room = device.shared_bytes
     while shape.stages and GridMemory.of(shape, words, stage_bytes, row_words).total > room:
         shape = dataclasses.replace(shape, stages=shape.stages - 1)
-    # A row's stage is free after the last phase; at least one more row is fetched meanwhile.
-    most_lag = own_rows if shape.stages == own_rows else (shape.stages - 2) // levels
+    # A warp that waits at a stage's barrier knows that the stage's last row is past it.
+    exchangers = min(exchangers, shape.stages)
+    threads = lanes + 32 * levels * exchangers
+    shape = dataclasses.replace(shape, exchangers=exchangers, threads=threads)
+    # A stage is needed again only after its row's last phase, however many rows a group has. While rows are in phases,
+    # two more are fetched if there are more.
+    most_lag = (shape.stages - (2 if shape.stages < own_rows else 0)) // levels
     fits = slots_of_thread * elements <= ELEMENTS and shape.threads <= 1024
     if shape.cluster == 1 or most_lag < 1 or not fits:
         return None
-    wanted = asked.get("lag") or -(-LAG_BYTES // (part * moved_bytes // slots))
+    # The exchanges of the last row end while the rows before it are written.
+    wanted = asked.get("lag") or -(
+        -EXCHANGE_BYTES // (part * (written_bytes or row_bytes) // slots)
+    )
     return dataclasses.replace(shape, lag=max(1, min(wanted, most_lag)))
 
 

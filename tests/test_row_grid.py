@@ -10,6 +10,7 @@ import pytest
 import row_emulator
 from test_row_plans import line
 
+import jaxnorm
 from jaxnorm._rows import launcher, tune
 from jaxnorm._rows.call import SPILLS, row_call, simplified
 from jaxnorm._rows.schedule import DEVICES, Device, schedule
@@ -72,7 +73,8 @@ def np_softmax(x, dy, log=False):
 
 def np_cross_entropy(x, dy, labels):
     log_y, _ = np_softmax(x, x, log=True)
-    hot = np.eye(x.shape[-1])[labels]
+    hot = np.zeros_like(x)
+    np.put_along_axis(hot, labels[:, None], 1.0, -1)
     return -(log_y * hot).sum(-1), (dy[:, None] * (np.exp(log_y) - hot),)
 
 
@@ -331,6 +333,19 @@ def test_where_rows_are_shared():
     assert not schedule(simplified(kept), H100).grid
 
 
+def test_candidates():
+    """What `tune` measures."""
+    closed = program("softmax", "forward", avals("softmax", 64, 131072))
+    found = tune.candidates(simplified(closed), H100)
+    plans = [plan for _, plan in found]
+    assert plans[0].grid
+    assert len({(plan.grid, plan.lag) for plan in plans}) > 6
+    assert any(not plan.grid for plan in plans)
+    for asked, plan in found:
+        assert schedule(simplified(closed), H100, **asked) == plan
+        assert all(value in tune.FIELDS[field] for field, value in asked.items())
+
+
 def test_phases_have_stages():
     """A row's stage is not needed before the row's last phase, whatever is asked for."""
     for lag in range(1, 9):
@@ -341,6 +356,36 @@ def test_phases_have_stages():
                 assert plan.stages >= plan.exchangers
             else:
                 assert stages < 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_on_a_gpu(name, shape):
+    """Values, and the same bits in each run: XLA captures several calls in a graph and replays it."""
+    function, moving, reference = FUNCTIONS[name]
+    *given, dy = drawn(name, *shape, np.dtype(jnp.bfloat16))
+    fused = jaxnorm.fuse(function)
+
+    @jax.jit
+    def both(dy, *given):
+        y, pullback = jax.vjp(lambda *a: fused(*a, *given[moving:]), *given[:moving])
+        return y, pullback(dy)
+
+    @jax.jit
+    def several(dy, *given):
+        return [both(dy * sign, *given) for sign in (1, -1, 1, -1)]
+
+    device_arrays = jax.device_put((dy, *given))
+    found = jax.device_get(both(*device_arrays))
+    exact = [a.astype(np.float64) if a.dtype != np.int32 else a for a in (dy, *given)]
+    y, gradients = reference(exact[1], exact[0], *exact[2:])
+    for got, want in zip(jax.tree.leaves(found), (y, *gradients), strict=True):
+        assert error(got, want) < (1e-2 if got.dtype == jnp.bfloat16 else 1e-5)
+    for _ in range(5):
+        for again in several(*device_arrays)[::2]:
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+                np.testing.assert_array_equal(a, np.asarray(b))
 
 
 @needs_emulator

@@ -46,6 +46,9 @@ FIELDS = {
     "hoist": (False, True),
     "stages": (2, 3, 4),
     "slots": range(1, 17),
+    "grid": range(257),
+    "lag": range(1, 65),
+    "exchangers": range(1, 17),
 }
 # Elements that a thread works on side by side: the code is unrolled for each.
 ELEMENTS_MAX = 128
@@ -81,6 +84,9 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
         plan = add(**base)
         if plan not in found or (base and plan == default):
             continue
+        if plan.grid:
+            _add_grids(add, plan)
+            continue
         for lanes in _near(plan.lanes):
             other = add(**base, lanes=lanes)
             for blocks in (other.blocks // 2, other.blocks * 2):
@@ -100,6 +106,18 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
             for slots in (1, 2, 4, 8):
                 add(**base, slots=slots)
     return list(found.values())
+
+
+def _add_grids(add: Callable[..., Plan], plan: Plan) -> None:
+    """Candidates near a schedule whose rows are shared by blocks of the grid, and the one without it."""
+    add(grid=0)
+    for groups in sorted({1, 2, 4, 8, plan.grid // 2, plan.grid * 2} & set(FIELDS["grid"]) - {0}):
+        for lag in sorted({2, 4, 8, plan.lag}):
+            add(grid=groups, lag=lag)
+    for exchangers in (1, 2, 4, 8):
+        add(grid=plan.grid, exchangers=exchangers)
+    for lanes in _near(plan.lanes):
+        add(grid=plan.grid, lanes=lanes)
 
 
 def _near(lanes: int) -> tuple[int, ...]:

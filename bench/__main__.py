@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Imported late: `--help` and `--list` need no JAX, and the line above has to come first.
     from bench import timing
-    from jaxnorm import _report, _timing
+    from jaxnorm._measure import display, timer
 
-    rich = _report.require_rich()
+    rich = display.require_rich()
     console = rich.console()
     cases = _cases(options)
     if not cases:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no case of {options.op} in --cases {options.cases}{named}", file=sys.stderr)
         return 2
 
-    copy = _timing.copy_rate(options.clock)
+    copy = timer.copy_rate(options.clock)
     head = timing.header(options.clock, copy)
     records: list[dict] = []
     work = [(case, d) for case in cases for d in _directions(case, options)]
@@ -135,11 +135,11 @@ def _directions(case: Case, options) -> list[str]:
 def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
     """One record per implementation; a failure is a record too."""
     from bench import peers, timing
-    from jaxnorm import _timing
+    from jaxnorm._measure import timer
 
     names = list(dict.fromkeys([options.implementation, *options.peers]))
     errors: dict[str, str] = {}
-    timings: dict[str, _timing.Timing] = {}
+    timings: dict[str, timer.Timing] = {}
     sizes: dict[str, dict] = {}
     copy = None
     cold = False
@@ -168,8 +168,8 @@ def _measure(case: Case, direction: str, options, head: dict) -> Iterator[dict]:
                     errors[name] = timing.error_text(error)
                 prepared = None
             if head["platform"] == "cpu" and copy is None:
-                workloads["copy"] = _timing.copy_workload(case.min_bytes(direction))
-            found = _timing.measure(
+                workloads["copy"] = timer.copy_workload(case.min_bytes(direction))
+            found = timer.measure(
                 workloads,
                 calls=options.calls,
                 rounds=options.rounds,
@@ -241,23 +241,23 @@ def _record(case, direction, name, timed, base, *, error, copy, cold, sizes) -> 
 
 
 def _line(records: Sequence[dict], seconds: float) -> str:
-    from jaxnorm import _report
+    from jaxnorm._measure import display
 
     first = records[0]
     parts = [f"{first['op']} {first['case']} {first['direction']}:"]
     for r in records:
-        shown = r["error"] or _report.duration(r["seconds"])
+        shown = r["error"] or display.duration(r["seconds"])
         parts.append(f"{r['implementation']} {shown}")
     return " | ".join([parts[0] + " " + parts[1], *parts[2:]]) + f"  ({seconds:.1f} s)"
 
 
 def _table(rich, records: Sequence[dict], head: dict, options):
-    from jaxnorm import _report
+    from jaxnorm._measure import display
 
     on_gpu = head["platform"] == "gpu"
     copy = head["copy"]["bytes_per_second"]
     ceiling = (
-        f"copy {_report.rate(copy)}" if on_gpu else "copy of the same size, in turn with the others"
+        f"copy {display.rate(copy)}" if on_gpu else "copy of the same size, in turn with the others"
     )
     clock = {"wall": "wall-clock", "trace": "kernel time"}
     table = rich.table(title=f"{records[0]['op']} on {head['device']}", caption_justify="left")
@@ -287,12 +287,12 @@ def _table(rich, records: Sequence[dict], head: dict, options):
         if ours["error"]:
             cells += ["[red]failed[/red]", "", ""]
         else:
-            cells.append(_report.duration(ours["seconds"]))
+            cells.append(display.duration(ours["seconds"]))
             known = "bytes_per_second" in ours
-            cells.append(_report.rate(ours["bytes_per_second"]) if known else "")
+            cells.append(display.rate(ours["bytes_per_second"]) if known else "")
             l2 = "" if ours["cold"] or not on_gpu else " L2"
             cells.append(f"{ours['copy_fraction']:.2f}{l2}" if known else "")
-        cells += [_report.ratio_cell(found.get(peer)) for peer in options.peers]
+        cells += [display.ratio_cell(found.get(peer)) for peer in options.peers]
         table.add_row(*cells)
         notes += [
             f"{case} {direction}, {r['implementation']}: {r['error']}"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from bench.timing import read_json
-from jaxnorm import _report, _timing
+from jaxnorm._measure import display, timer
 
 Key = tuple[str, str, str, str]
 
@@ -33,7 +33,7 @@ def compare(old: dict, new: dict) -> list[dict]:
             row |= {"ratio": None, "spread": None, "verdict": "error"}
         else:
             ratio = row["old"] / row["new"]
-            spread = _timing.ratio_spread(a["spread"], b["spread"])
+            spread = timer.ratio_spread(a["spread"], b["spread"])
             beyond = abs(math.log(ratio)) > math.log1p(spread)
             verdict = ("faster" if ratio > 1 else "slower") if beyond else "same"
             row |= {"ratio": ratio, "spread": spread, "verdict": verdict}
@@ -68,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--changed", action="store_true", help="only differences beyond the spread")
     options = parser.parse_args(argv)
     old, new = read_json(options.old), read_json(options.new)
-    rich = _report.require_rich()
+    rich = display.require_rich()
     console = rich.console()
     rows = [r for r in compare(old, new) if options.implementation in ("all", r["key"][3])]
 
     for name, run in (("old", old), ("new", new)):
         head = run["header"]
-        copy = _report.rate(head["copy"]["bytes_per_second"])
+        copy = display.rate(head["copy"]["bytes_per_second"])
         commit = (head["commit"] or "no commit")[:12]
         console.print(
             f"{name}  {head['device']}, {head['date']}, {commit}, copy {copy}", markup=False
@@ -93,16 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if row["verdict"] == "error":
             table.add_row(
                 *row["key"],
-                *(_report.duration(row[k]) if row[k] else "-" for k in ("old", "new")),
+                *(display.duration(row[k]) if row[k] else "-" for k in ("old", "new")),
                 "",
                 "error",
             )
             continue
         table.add_row(
             *row["key"],
-            _report.duration(row["old"]),
-            _report.duration(row["new"]),
-            _report.ratio_text(row["ratio"], row["spread"]),
+            display.duration(row["old"]),
+            display.duration(row["new"]),
+            display.ratio_text(row["ratio"], row["spread"]),
             "" if row["verdict"] == "same" else row["verdict"],
         )
     console.print(table)

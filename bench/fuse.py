@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(cases: Sequence[RowProgram], options) -> int:
     # Imported late: `--help` and `--list` need no JAX, and the variables above have to come first.
     from bench import timing
-    from jaxnorm import _report, _timing
+    from jaxnorm._measure import display, timer
 
-    rich = _report.require_rich()
+    rich = display.require_rich()
     console = rich.console()
-    copy = _timing.copy_rate(options.clock)
+    copy = timer.copy_rate(options.clock)
     head = timing.header(options.clock, copy)
     on_gpu = head["platform"] == "gpu"
     options.small = options.small or not on_gpu
@@ -279,7 +279,7 @@ def _measure(
 ) -> Iterator[dict]:
     """One record per implementation; a failure is a record too."""
     from bench import peers, row_peers, timing
-    from jaxnorm import _timing
+    from jaxnorm._measure import timer
 
     names = ["jaxnorm", *options.peers]
     sizes = _sizes(case, options)
@@ -309,8 +309,8 @@ def _measure(
             found[name]["error"] = timing.error_text(error)
         prepared = None
     if head["platform"] == "cpu" and workloads:
-        workloads["copy"] = _timing.copy_workload(min_bytes)
-    timings = _timing.measure(
+        workloads["copy"] = timer.copy_workload(min_bytes)
+    timings = timer.measure(
         workloads,
         calls=options.calls,
         rounds=options.rounds,
@@ -321,7 +321,7 @@ def _measure(
     peers.release()
     copy = head["copy"]["bytes_per_second"]
     own_copy = timings.pop("copy", None)
-    if isinstance(own_copy, _timing.Timing):
+    if isinstance(own_copy, timer.Timing):
         copy = min_bytes / own_copy.median
     for name, timed in timings.items():
         if isinstance(timed, Exception):
@@ -357,10 +357,10 @@ def _measure(
 
 
 def _line(records: Sequence[dict], seconds: float) -> str:
-    from jaxnorm import _report
+    from jaxnorm._measure import display
 
     shown = [
-        f"{r['implementation']} {r['error'] or _report.duration(r['seconds'])}"
+        f"{r['implementation']} {r['error'] or display.duration(r['seconds'])}"
         + ("" if r["error"] else f" {r['copy_fraction']:.2f}")
         for r in records
     ]
@@ -370,12 +370,12 @@ def _line(records: Sequence[dict], seconds: float) -> str:
 
 def table(rich, records: Sequence[dict], head: dict, peers: Sequence[str]):
     """A row for each program and direction."""
-    from jaxnorm import _report
+    from jaxnorm._measure import display
 
     on_gpu = head["platform"] == "gpu"
     clock = {"wall": "wall-clock", "trace": "kernel time"}[head["clock"]]
     copy = (
-        f"copy {_report.rate(head['copy']['bytes_per_second'])}"
+        f"copy {display.rate(head['copy']['bytes_per_second'])}"
         if on_gpu
         else "copy of the same size, in turn with the others; fuse runs the plain program"
     )
@@ -403,12 +403,12 @@ def table(rich, records: Sequence[dict], head: dict, peers: Sequence[str]):
             missed = target is not None and on_gpu and fraction < target
             shown = f"{fraction:.2f}" + ("" if ours["cold"] or not on_gpu else " L2")
             cells += [
-                _report.duration(ours["seconds"]),
+                display.duration(ours["seconds"]),
                 f"[red]{shown}[/red]" if missed else shown,
                 "" if target is None else f"{target:.2f}",
                 str(ours["kernels"] or ""),
             ]
-        result.add_row(*cells, *(_report.ratio_cell(found.get(peer)) for peer in peers))
+        result.add_row(*cells, *(display.ratio_cell(found.get(peer)) for peer in peers))
         notes += [f"{case} {direction}, {n}: {r['error']}" for n, r in found.items() if r["error"]]
     return rich.group(result, *notes) if notes else result
 
@@ -446,9 +446,9 @@ def plot(run: dict, path: str) -> None:
       run: What `--json` writes.
       path: File to write; its suffix chooses the format.
     """
-    from jaxnorm import _report
+    from jaxnorm._measure import display
 
-    pyplot = _report.require_pyplot()
+    pyplot = display.require_pyplot()
     records = [r for r in run["records"] if r.get("copy_fraction")]
     if not records:
         raise ValueError("the results hold no rate to draw")
@@ -472,14 +472,14 @@ def plot(run: dict, path: str) -> None:
             chosen = [r for r in records if r["direction"] == direction]
             if family is None:
                 _programs_panel(axes, chosen, programs, handles)
-                _report.style(axes, direction)
-                axes.set_xlabel("of the copy rate", color=_report.INK, fontsize=9, labelpad=1)
+                display.style(axes, direction)
+                axes.set_xlabel("of the copy rate", color=display.INK, fontsize=9, labelpad=1)
             else:
                 _sweep_panel(axes, sweep(chosen, family), handles)
-                _report.style(axes, f"{family} {direction}")
-                axes.set_xlabel("columns", color=_report.INK, fontsize=9, labelpad=1)
+                display.style(axes, f"{family} {direction}")
+                axes.set_xlabel("columns", color=display.INK, fontsize=9, labelpad=1)
         if family is not None:
-            row[0].set_ylabel("of the copy rate", color=_report.INK)
+            row[0].set_ylabel("of the copy rate", color=display.INK)
     head = run["header"]
     versions = ", ".join(f"{k} {v}" for k, v in head["versions"].items() if k in ("jax", "torch"))
     figure.suptitle(
@@ -487,7 +487,7 @@ def plot(run: dict, path: str) -> None:
         x=0.01,
         ha="left",
         fontsize=11,
-        color=_report.INK,
+        color=display.INK,
     )
     figure.legend(
         list(handles.values()),
@@ -497,7 +497,7 @@ def plot(run: dict, path: str) -> None:
         frameon=False,
         fontsize=9,
     )
-    _report.save(figure, path)
+    display.save(figure, path)
     pyplot.close(figure)
 
 
@@ -516,7 +516,7 @@ def _implementations(records: Sequence[dict]) -> list[str]:
 
 
 def _programs_panel(axes, records: Sequence[dict], programs: Sequence[str], handles: dict) -> None:
-    from jaxnorm import _report
+    from jaxnorm._measure import display
 
     places = {name: place for place, name in enumerate(programs)}
     for depth, name in enumerate(_implementations(records)):
@@ -524,14 +524,14 @@ def _programs_panel(axes, records: Sequence[dict], programs: Sequence[str], hand
         (dots,) = axes.plot(
             [r["copy_fraction"] for r in own],
             [places[r["case"]] for r in own],
-            color=_report.colour_of(name),
+            color=display.colour_of(name),
             marker="o",
             markersize=6,
             linestyle="",
             zorder=10 - depth,
         )
-        handles.setdefault(_report.name_of(name), dots)
-    axes.axvline(1, color=_report.INK, ls=(0, (4, 2)), lw=1.3, zorder=2)
+        handles.setdefault(display.name_of(name), dots)
+    axes.axvline(1, color=display.INK, ls=(0, (4, 2)), lw=1.3, zorder=2)
     axes.set_xlim(0, max(1.1, *(r["copy_fraction"] * 1.05 for r in records)))
     axes.set_yticks(range(len(programs)), programs)
     axes.set_ylim(-0.6, len(programs) - 0.4)
@@ -540,7 +540,7 @@ def _programs_panel(axes, records: Sequence[dict], programs: Sequence[str], hand
 def _sweep_panel(axes, records: Sequence[dict], handles: dict) -> None:
     from matplotlib import ticker
 
-    from jaxnorm import _report
+    from jaxnorm._measure import display
 
     for depth, name in enumerate(_implementations(records)):
         own = sorted(
@@ -549,14 +549,14 @@ def _sweep_panel(axes, records: Sequence[dict], handles: dict) -> None:
         (line,) = axes.plot(
             [r["columns"] for r in own],
             [r["copy_fraction"] for r in own],
-            color=_report.colour_of(name),
+            color=display.colour_of(name),
             marker="o",
             markersize=5,
             linewidth=1.8,
             zorder=10 - depth,
         )
-        handles.setdefault(_report.name_of(name), line)
-    axes.axhline(1, color=_report.INK, ls=(0, (4, 2)), lw=1.3, zorder=2)
+        handles.setdefault(display.name_of(name), line)
+    axes.axhline(1, color=display.INK, ls=(0, (4, 2)), lw=1.3, zorder=2)
     axes.set_ylim(0, max([1.1, *(r["copy_fraction"] * 1.05 for r in records)]))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(ticker.FixedLocator(COLUMNS[::2]))

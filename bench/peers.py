@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jaxnorm
 from bench.cases import BATCH_NORMS, BORDERS, CROSS_ENTROPY, NORMS, Case
 from bench.timing import Data, residual_bytes
-from jaxnorm import _timing
+from jaxnorm._measure import timer
 
 NAMES = ("jaxnorm", "kernel", "xla", "xla-y", "torch", "torch.compile", "liger", "quack")
 
@@ -25,7 +25,7 @@ class Unsupported(Exception):
 class Prepared:
     """A workload and what is worth recording about it."""
 
-    workload: _timing.Workload
+    workload: timer.Workload
     residual_bytes: int | None = None
     temporary_bytes: int | None = None
 
@@ -207,19 +207,19 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
     function, fixed, sets = jax_function(name, case), data.fixed, data.sets
     if direction == "forward":
         forward = jax.jit(function)
-        return Prepared(_timing.Workload(lambda i: forward(*data.args[i], *fixed), sets))
+        return Prepared(timer.Workload(lambda i: forward(*data.args[i], *fixed), sets))
     if direction in ("forward_train", "backward"):
-        forward, residuals_of, backward = _timing.split_vjp(
+        forward, residuals_of, backward = timer.split_vjp(
             function, data.args[0], fixed, cotangents=_cotangents(case)
         )
         if direction == "forward_train":
             computed = jax.eval_shape(forward, data.args[0], fixed)[1]
             kept = residual_bytes(residuals_of(computed, data.args[0], fixed))
-            return Prepared(_timing.Workload(lambda i: forward(data.args[i], fixed), sets), kept)
+            return Prepared(timer.Workload(lambda i: forward(data.args[i], fixed), sets), kept)
         residuals = [residuals_of(forward(args, fixed)[1], args, fixed) for args in data.args]
         jax.block_until_ready(residuals)
         run = lambda i: backward(residuals[i], data.cotangents[i])  # noqa: E731
-        return Prepared(_timing.Workload(run, sets), residual_bytes(residuals[0]))
+        return Prepared(timer.Workload(run, sets), residual_bytes(residuals[0]))
 
     # What a training step has of an operation: the result, which the next one reads, and the gradients
     # of all arguments; of every implementation the same arrays.
@@ -234,7 +234,7 @@ def _prepare_jax(name, case, direction, data) -> Prepared:
     # The calls below find this compiled program: nothing is compiled twice.
     compiled = gradients.lower(data.args[0], fixed, data.cotangents[0]).compile()
     return Prepared(
-        _timing.Workload(lambda i: gradients(data.args[i], fixed, data.cotangents[i]), sets),
+        timer.Workload(lambda i: gradients(data.args[i], fixed, data.cotangents[i]), sets),
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )
 
@@ -395,7 +395,7 @@ def _prepare_torch(function, case, direction, data) -> Prepared:
             torch.cuda.synchronize()
 
     def workload(run):
-        return _timing.Workload(run, data.sets, wait)
+        return timer.Workload(run, data.sets, wait)
 
     if direction == "forward":
 

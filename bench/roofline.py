@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from bench.cases import BATCH_NORMS, DIRECTIONS
 from bench.timing import read_json
-from jaxnorm import _report
+from jaxnorm._measure import display
 
 _TITLES = {
     "forward_train": "forward for training",
@@ -30,7 +30,7 @@ def plot(run: dict, path: str, x: str = "columns") -> None:
       path: File to write; its suffix chooses the format.
       x: "columns" (length of the reduced axis) or "bytes" (least bytes that a call moves).
     """
-    pyplot = _report.require_pyplot()
+    pyplot = display.require_pyplot()
     records = [r for r in run["records"] if r.get("bytes_per_second")]
     if not records:
         raise ValueError("the results hold no rate to draw")
@@ -58,9 +58,9 @@ def plot(run: dict, path: str, x: str = "columns") -> None:
         for axes, direction in zip(row, directions, strict=False):
             chosen = [r for r in records if (r["op"], r["direction"]) == (op, direction)]
             _panel(axes, chosen, x, unit, copy_name, handles)
-            _report.style(axes, f"{op} {_TITLES.get(direction, direction)}")
+            display.style(axes, f"{op} {_TITLES.get(direction, direction)}")
             label = "bytes that must move" if x == "bytes" else "columns"
-            axes.set_xlabel(label, color=_report.INK, fontsize=9, labelpad=1)
+            axes.set_xlabel(label, color=display.INK, fontsize=9, labelpad=1)
         for axes in row[len(directions) :]:
             axes.set_visible(False)
         own = [r for r in records if r["op"] == op]
@@ -68,11 +68,11 @@ def plot(run: dict, path: str, x: str = "columns") -> None:
             row[0],
             [r[k] / unit for r in own for k in ("bytes_per_second", "copy_bytes_per_second")],
         )
-        row[0].set_ylabel(unit_name, color=_report.INK)
+        row[0].set_ylabel(unit_name, color=display.INK)
     head = run["header"]
     versions = ", ".join(f"{k} {v}" for k, v in head["versions"].items() if k in ("jax", "torch"))
     figure.suptitle(
-        f"{head['device']} ({versions})", x=0.01, ha="left", fontsize=11, color=_report.INK
+        f"{head['device']} ({versions})", x=0.01, ha="left", fontsize=11, color=display.INK
     )
     last = [name for name in (_OTHER,) if name in handles]
     names = [name for name in handles if name not in last] + last
@@ -84,7 +84,7 @@ def plot(run: dict, path: str, x: str = "columns") -> None:
         frameon=False,
         fontsize=9,
     )
-    _report.save(figure, path)
+    display.save(figure, path)
     pyplot.close(figure)
 
 
@@ -102,7 +102,7 @@ def _panel(
     for depth, name in enumerate(dict.fromkeys(r["implementation"] for r in records)):
         own = sorted((r for r in records if r["implementation"] == name), key=lambda r: _x_of(r, x))
         joined = [r for r in own if _is_plain(r) and r["dtype"] == main]
-        colour = _report.colour_of(name)
+        colour = display.colour_of(name)
         for points, filled in ((joined, True), ([r for r in own if r not in joined], False)):
             (line,) = axes.plot(
                 [_x_of(r, x) for r in points],
@@ -116,7 +116,7 @@ def _panel(
                 zorder=10 - depth,
             )
             if filled:
-                handles.setdefault(_report.name_of(name), line)
+                handles.setdefault(display.name_of(name), line)
             elif points and _OTHER not in handles:
                 style = {
                     "color": "#777777",
@@ -127,7 +127,7 @@ def _panel(
                 handles[_OTHER] = type(line)([], [], markersize=5, **style)
     copies = [r["copy_bytes_per_second"] / unit for r in records]
     copy = axes.axhline(
-        statistics.median(copies), color=_report.INK, ls=(0, (4, 2)), lw=1.3, zorder=2
+        statistics.median(copies), color=display.INK, ls=(0, (4, 2)), lw=1.3, zorder=2
     )
     handles.setdefault(copy_name, copy)
     axes.set_xscale("log", base=2 if x == "columns" else 10)

@@ -12,7 +12,7 @@ from bench import row_programs
 from bench.peers import Prepared
 from bench.row_programs import RowProgram
 from bench.timing import Data, residual_bytes
-from jaxnorm import _timing
+from jaxnorm._measure import timer
 
 NAMES = ("jaxnorm", "xla", "torch", "torch.compile")
 
@@ -22,7 +22,7 @@ def make_data(
 ) -> Data:
     """Arguments, of which each set has all, and cotangents where one of the directions reads them."""
     least = min(case.min_bytes(direction, sizes, dtype) for direction in directions)
-    sets, cold = _timing.rotation(least)
+    sets, cold = timer.rotation(least)
     return Data(
         args=[case.inputs(sizes, dtype, seed) for seed in range(sets)],
         fixed=(),
@@ -73,9 +73,7 @@ def trace(name: str, case: RowProgram, direction: str, sizes: Sequence[int], dty
     def halves(args):
         return args[: case.differentiated], args[case.differentiated :]
 
-    forward, residuals_of, backward = _timing.split_vjp(
-        function, *halves(args), case.differentiated
-    )
+    forward, residuals_of, backward = timer.split_vjp(function, *halves(args), case.differentiated)
     computed = jax.eval_shape(forward, *halves(args))[1]
     kept = residuals_of(computed, *halves(args))
 
@@ -97,7 +95,7 @@ def prepare_jax(program: Program, compiled, data: Data) -> Prepared:
     inputs = [program.inputs(a, dy) for a, dy in zip(data.args, cotangents, strict=True)]
     jax.block_until_ready(inputs)
     return Prepared(
-        _timing.Workload(lambda i: compiled(*inputs[i]), data.sets),
+        timer.Workload(lambda i: compiled(*inputs[i]), data.sets),
         program.residual_bytes,
         compiled.memory_analysis().temp_size_in_bytes,
     )
@@ -256,7 +254,7 @@ def prepare_torch(name: str, case: RowProgram, direction: str, data: Data) -> Pr
             results = results_of(i)
             return [r.detach() for r in results], gradients(results, i)
 
-    return Prepared(_timing.Workload(run, data.sets, wait))
+    return Prepared(timer.Workload(run, data.sets, wait))
 
 
 def _to_torch(array):

@@ -1,4 +1,4 @@
-"""What a run needs around the clock of `jaxnorm._timing`: data, a header, JSON files."""
+"""What a run needs around the clock of `jaxnorm._measure.timer`: data, a header, JSON files."""
 
 import dataclasses
 import datetime
@@ -16,7 +16,7 @@ from importlib import metadata
 import jax
 
 from bench.cases import CROSS_ENTROPY, ITEMSIZE, Case
-from jaxnorm import _timing
+from jaxnorm._measure import timer
 
 SCHEMA = 1
 
@@ -87,7 +87,7 @@ def make_data(case: Case, direction: str, sets: int | None = None) -> Data:
       direction: Forward needs no cotangents.
       sets: How many sets; by default as many as it takes to leave the L2 cache.
     """
-    wanted, cold = _timing.rotation(case.min_bytes(direction))
+    wanted, cold = timer.rotation(case.min_bytes(direction))
     sets = wanted if sets is None else sets
     shapes = argument_shapes(case)
 
@@ -150,14 +150,14 @@ def _itemsize(leaf) -> int:
     return ITEMSIZE.get(str(leaf.dtype), getattr(leaf.dtype, "itemsize", 1))
 
 
-def header(clock: str, copy: _timing.CopyRate) -> dict:
+def header(clock: str, copy: timer.CopyRate) -> dict:
     """Where, when and with what a run was made."""
     device = jax.devices()[0]
-    chosen, passed_over = _timing.find_clock(clock)
+    chosen, passed_over = timer.find_clock(clock)
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": _timing.device_name(),
+        "device": timer.device_name(),
         "platform": device.platform,
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
@@ -166,7 +166,7 @@ def header(clock: str, copy: _timing.CopyRate) -> dict:
         "clock": chosen,
         "clock_note": passed_over,
         "copy": dataclasses.asdict(copy),
-        "l2_bytes": _timing.l2_bytes(),
+        "l2_bytes": timer.l2_bytes(),
     }
 
 
@@ -194,7 +194,7 @@ def _commit() -> str | None:
         return None
 
 
-def time_entries(timed: _timing.Timing, base: _timing.Timing | Exception | None) -> dict:
+def time_entries(timed: timer.Timing, base: timer.Timing | Exception | None) -> dict:
     """What a record says of a time, and of its ratio to that of jaxnorm, `base`, if there is one."""
     entries = {
         "clock": timed.clock,
@@ -204,9 +204,9 @@ def time_entries(timed: _timing.Timing, base: _timing.Timing | Exception | None)
         "spread": timed.spread,
         "calls": len(timed.seconds),
     }
-    if isinstance(base, _timing.Timing):
+    if isinstance(base, timer.Timing):
         entries["ratio"] = timed.median / base.median  # above 1: slower than jaxnorm
-        entries["ratio_spread"] = _timing.ratio_spread(timed.spread, base.spread)
+        entries["ratio_spread"] = timer.ratio_spread(timed.spread, base.spread)
     return entries
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from bench import timing
-from jaxnorm import _report, _timing
+from jaxnorm._measure import display, timer
 
 # The examples are programs and no package: they import each other by name.
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
@@ -113,7 +113,7 @@ _COPY, _MATMUL = "copy or transposition", "matrix product or convolution"
 _GROUPS = (
     # cuDNN's own transpositions; names of its convolutions have NHWC in them, too.
     (_COPY, r"ToN(hwc|chw)"),
-    (_MATMUL, _timing.MATMUL.pattern + "|cudnn|fprop|dgrad|wgrad|convolve|winograd"),
+    (_MATMUL, timer.MATMUL.pattern + "|cudnn|fprop|dgrad|wgrad|convolve|winograd"),
     (_COPY, "memcpy|memset|copy|transpose"),
     ("fusion", "fusion|wrapped_|triton"),
 )
@@ -137,7 +137,7 @@ def kernel_times(step: Callable[[], object]) -> dict:
     There are gaps between kernels: their sum is not the wall-clock time of the step.
     """
     calls = 3
-    events = _timing.trace_events(lambda: jax.block_until_ready([step() for _ in range(calls)]))
+    events = timer.trace_events(lambda: jax.block_until_ready([step() for _ in range(calls)]))
     if not events:
         raise RuntimeError("the trace shows no kernel of the step")
     groups, kernels = collections.Counter(), collections.Counter()
@@ -166,7 +166,7 @@ def _run_steps(step: Callable, state, batch: tuple):
     return state, loss
 
 
-def _per_step(timed: _timing.Timing) -> _timing.Timing:
+def _per_step(timed: timer.Timing) -> timer.Timing:
     return dataclasses.replace(timed, seconds=tuple(s / STEPS for s in timed.seconds))
 
 
@@ -190,12 +190,12 @@ def measure(case: TrainCase, budget: float) -> list[dict]:
             }
             singles[name] = functools.partial(compiled, state, *batch)
             run = functools.partial(_run_steps, compiled, state, batch)
-            workloads[name] = _timing.Workload(lambda _, run=run: run())
+            workloads[name] = timer.Workload(lambda _, run=run: run())
         except Exception as error:
             records[name]["error"] = timing.error_text(error)
     timings = {
         name: timed if isinstance(timed, Exception) else _per_step(timed)
-        for name, timed in _timing.measure(workloads, budget=budget, clock="wall").items()
+        for name, timed in timer.measure(workloads, budget=budget, clock="wall").items()
     }
     for name, timed in timings.items():
         try:
@@ -222,7 +222,7 @@ def table(rich, records: Sequence[dict], device: str):
         for r in (flax, ours):
             cells = []
             for key, form in (
-                ("seconds", _report.duration),
+                ("seconds", display.duration),
                 ("temporary_bytes", _megabytes),
                 ("residual_bytes", _megabytes),
             ):
@@ -256,8 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", metavar="FILE", help="write the results")
     options = parser.parse_args(argv)
-    rich = _report.require_rich()
-    head = timing.header("wall", _timing.copy_rate("wall"))
+    rich = display.require_rich()
+    head = timing.header("wall", timer.copy_rate("wall"))
     records: list[dict] = []
     cases = [c for c in CASES[options.cases] if options.filter in c.label]
     with rich.progress() as progress:

@@ -2,7 +2,7 @@
 
 from jaxnorm import _lib
 from jaxnorm._lib import status
-from jaxnorm._primitive import export_checks
+from jaxnorm._primitive.define import export_checks
 from jaxnorm.autofuse import autofuse
 from jaxnorm.batch_norm import batch_norm, batch_norm_inference
 from jaxnorm.cross_entropy import softmax_cross_entropy

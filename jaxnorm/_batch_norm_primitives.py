@@ -39,7 +39,6 @@ dimensions are those that vmap mapped, where an operand that was not mapped has 
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,22 +47,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 
 from jaxnorm import _bits
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    Merge,
-    Partition,
-    acc_dtype,
+from jaxnorm._primitive.arithmetic import acc_dtype, pinned
+from jaxnorm._primitive.avals import (
     aval_like,
-    broadcast_fits,
-    define_dce,
-    define_formula,
-    define_primitive,
     joint_spec,
-    pinned,
-    sharding_factors,
     spec_of,
-    sum_to,
     vary_alike,
+)
+from jaxnorm._primitive.calls import broadcast_fits
+from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
+from jaxnorm._primitive.merge import Merge
+from jaxnorm._primitive.partition import Partition, sharding_factors
+from jaxnorm._primitive.rules import (
+    NOT_MAPPED,
+    add,
+    is_present,
+    mapped_at,
+    sum_to,
+    total_tangents,
+    zero,
 )
 from jaxnorm._sharding import Blocks
 
@@ -213,7 +215,7 @@ def _jvp_in_formula(given, results, *, axes, groups, epsilon, replicas, **_):
         if "residual_dot" in given:
             terms.append(_widened(given["residual_dot"]))
         dtype = next(given[n].dtype for n in ("x_dot", "residual_dot") if n in given)
-        out["y_dot"] = _selected(_add(*terms).astype(dtype), given)
+        out["y_dot"] = _selected(add(*terms).astype(dtype), given)
     if "bias_dot" in results:
         out["bias_dot"] = -_factor(given, epsilon) * average(_widened(given["x_dot"]))
     if "scale_dot" in results:
@@ -232,14 +234,14 @@ def _jvp_out_formula(given, results, *, epsilon, **_):
     terms = [given["bias_dot"]] if "bias_dot" in given else []
     if "scale_dot" in given:
         terms.append(_xhat(given, epsilon) * given["scale_dot"])
-    y_dot = _add(*terms)
+    y_dot = add(*terms)
     dtype = given["x" if "x" in given else "y_dot"].dtype  # a tangent of y alone needs no x
     if y_dot is not None:
         # Broadcast first: bits are those of elements.
         shapes = {n: a.shape for n, a in given.items() if n != "y_dot"}
         y_dot = _selected(jnp.broadcast_to(y_dot, _full(shapes)), given)
     if "y_dot" in given:
-        y_dot = _add(y_dot, _widened(given["y_dot"]))
+        y_dot = add(y_dot, _widened(given["y_dot"]))
     return {"y_dot": y_dot.astype(dtype)}
 
 
@@ -267,7 +269,7 @@ def _dx_formula(given, results, *, axes, groups, epsilon, replicas, **_):
         drift = -_factor(given, epsilon) * drift
     if "dmean" in given:
         deviation = _widened(given["x"]) - given["mean"]
-        drift = _add(drift, given["dmean"] + 2 * deviation * given["dvar"])
+        drift = add(drift, given["dmean"] + 2 * deviation * given["dvar"])
     if drift is not None:
         if "count" in given:
             n = given["count"]
@@ -276,18 +278,12 @@ def _dx_formula(given, results, *, axes, groups, epsilon, replicas, **_):
             n = _number(math.prod(given["x"].shape[i] for i in reduced), drift.dtype) * replicas
         terms.append(_masked(drift / n, given))
     dtype = next(given[n].dtype for n in ("dy", "x") if n in given)
-    return out | {"dx": _add(*terms).astype(dtype)}
+    return out | {"dx": add(*terms).astype(dtype)}
 
 
 def _number(n, dtype):
     """A size, which may be a symbol, as a number of `dtype`."""
     return np.asarray(n, dtype) if isinstance(n, int) else jnp.asarray(n).astype(dtype)
-
-
-def _add(*terms) -> Any:
-    """The sum of those that are not None; None if all are."""
-    present = [t for t in terms if t is not None]
-    return sum(present[1:], present[0]) if present else None
 
 
 # ---- shapes, shardings ----
@@ -573,7 +569,7 @@ def _stats_jvp(primals, tangents, *, names, results, **params):
     given = dict(zip(names, primals, strict=True))
     out = bind(stats_p, given, results, params)
     sums = {}
-    if type(tangents[names.index("x")]) is not ad.Zero:
+    if is_present(tangents[names.index("x")]):
         operands = only(given | out, _FIXED) | {"x_dot": tangents[names.index("x")]}
         sums = _linear(jvp_in_p, operands, ("mean_dot", "var_dot"), dict(params, replicas=1))
     return [out[r] for r in results], [_tangent(sums.get(f"{r}_dot"), out[r]) for r in results]
@@ -582,7 +578,7 @@ def _stats_jvp(primals, tangents, *, names, results, **params):
 def _fwd_jvp(primals, tangents, *, names, results, **params):
     """By given statistics."""
     given = dict(zip(names, primals, strict=True))
-    dots = {n: t for n, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    dots = {n: t for n, t in zip(names, tangents, strict=True) if is_present(t)}
     known = given | named(forward(given, kept_results(params), params))
     terms = {}
     factor = jax.lax.rsqrt(known["var"] + np.asarray(params["epsilon"], known["var"].dtype))
@@ -622,18 +618,18 @@ def tangents_of(known, dots, terms, results, params, synchronise=lambda t: t, jo
     first = synchronise(_linear(jvp_in_p, operands, results, params))
     out = {n: first.pop(n) for n in ("mean_dot", "var_dot") if n in first}
     for more in ({f"{n}_dot": dots[n] for n in ("bias", "scale") if n in dots}, terms):
-        first |= {n: _add(first.get(n), t) for n, t in more.items()}
+        first |= {n: add(first.get(n), t) for n, t in more.items()}
     first = join(first)
     if first.keys() - {"y_dot"}:
         first = _linear(jvp_out_p, only(known, _FIXED) | first, ("y_dot",), params)
     y_dot = first.get("y_dot")
     if not params["relu"] and "residual" in dots:
-        y_dot = _add(y_dot, dots["residual"])
+        y_dot = add(y_dot, dots["residual"])
     return out if y_dot is None else out | {"y_dot": y_dot}
 
 
 def _tangent(tangent, value):
-    return _zero(value) if tangent is None else vary_alike(tangent, value)[0]
+    return zero(value) if tangent is None else vary_alike(tangent, value)[0]
 
 
 def named(kept):
@@ -643,7 +639,6 @@ def named(kept):
 
 def _batch(primitive, args, dims, *, names, results, axes, groups, **params):
     """Maps over one more feature dimension where the arrays are mapped beside one, else over a new group."""
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
     arrays = {d for n, d in zip(names, dims, strict=True) if n in _ARRAYS or n == "bits"}
     last = args[0].ndim - (dims[0] is not NOT_MAPPED)
     if params["relu"]:
@@ -652,18 +647,11 @@ def _batch(primitive, args, dims, *, names, results, axes, groups, **params):
     beside = len(arrays) == 1 and arrays <= {*candidates} and "mask" not in names
     at = arrays.pop() if beside else 0
 
-    def place(name, a, d):
-        if d is not NOT_MAPPED:
-            return jnp.moveaxis(a, d, at)
-        a = jnp.expand_dims(a, at)
-        if beside and name not in _ARRAYS:  # one number per feature, of which there are more now
-            return jnp.broadcast_to(a, tuple(size if i == at else n for i, n in enumerate(a.shape)))
-        return a
-
-    args = [place(*each) for each in zip(names, args, dims, strict=True)]
+    # One number per feature, of which there are more now.
+    whole = [beside and name not in _ARRAYS for name in names]
     shifted = [a + (a >= at) for a in axes]
     values = primitive.bind(
-        *args,
+        *mapped_at(at, args, dims, whole),
         names=names,
         results=results,
         axes=tuple(sorted([*shifted, at] if beside else shifted)),
@@ -673,18 +661,15 @@ def _batch(primitive, args, dims, *, names, results, axes, groups, **params):
     return values, [at] * len(results)
 
 
-def _zero(value):
-    return ad.Zero(jax.typeof(value).to_tangent_aval())
-
-
 def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **params):
     """Linear in some operands, so that part is the same again; in the others the formula is differentiated."""
     given = dict(zip(names, primals, strict=True))
-    dots = {n: t for n, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    dots = {n: t for n, t in zip(names, tangents, strict=True) if is_present(t)}
     out = primitive.bind(*primals, names=names, results=results, **params)
     fixed = only(given, _FIXED)
     linear = {n: t for n, t in dots.items() if n not in _FIXED}
-    terms = [_linear(primitive, fixed | linear, results, params)]
+    linear = _linear(primitive, fixed | linear, results, params)
+    nonlinear = None
     moving = [n for n in dots if n in _FIXED]
     if moving:
 
@@ -694,20 +679,13 @@ def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **pa
 
         primals, tangents = [given[n] for n in moving], [dots[n] for n in moving]
         nonlinear = jax.jvp(of, primals, tangents)[1]
-        terms.append(dict(zip(results, nonlinear, strict=True)))
-    sums = [_add(*(t.get(r) for t in terms)) for r in results]
-    return out, [
-        _zero(o) if t is None else jnp.broadcast_to(t, o.shape)
-        for o, t in zip(out, sums, strict=True)
-    ]
+    return out, total_tangents(out, [linear.get(r) for r in results], nonlinear)
 
 
 def _transpose(dual, cotangents, *operands, names, results, **params):
     """Binds the transpose, by the names that operands and results have there."""
     given = dict(zip(names, operands, strict=True))
-    cts = {
-        _DUAL[r]: ct for r, ct in zip(results, cotangents, strict=True) if type(ct) is not ad.Zero
-    }
+    cts = {_DUAL[r]: ct for r, ct in zip(results, cotangents, strict=True) if is_present(ct)}
     moving = [n for n in names if ad.is_undefined_primal(given[n])]
     fixed = {n: v for n, v in given.items() if n not in moving}
     # jvp_out adds this operand, which sums therefore does not return.
@@ -716,8 +694,7 @@ def _transpose(dual, cotangents, *operands, names, results, **params):
     bars = passed | _linear(dual, fixed | cts, wanted, params)
     out = dict.fromkeys(names)
     for name in moving:
-        bar, aval = bars.get(_DUAL[name]), given[name].aval
-        out[name] = ad.Zero(aval) if bar is None else sum_to(bar, aval)
+        out[name] = sum_to(bars.get(_DUAL[name]), given[name].aval)
     return list(out.values())
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import CompoundFactor
 
-from jaxnorm._primitive import aval_like, mesh_size, spec_of
+from jaxnorm._primitive.avals import aval_like, mesh_size, spec_of
 from jaxnorm._sharding import Blocks
 
 

@@ -22,22 +22,25 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    acc_dtype,
+from jaxnorm._primitive.arithmetic import acc_dtype, pinned
+from jaxnorm._primitive.avals import (
     aval_like,
     broadcast_aval,
-    broadcast_fits,
-    broadcast_partition,
-    broadcast_sharding_rule,
     collapsed_aval,
-    define_dce,
-    define_formula,
-    define_primitive,
-    pinned,
-    split_scratch,
-    sum_to,
     vary_alike,
+)
+from jaxnorm._primitive.calls import broadcast_fits, split_scratch
+from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
+from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
+from jaxnorm._primitive.rules import (
+    NOT_MAPPED,
+    add,
+    first_mapped,
+    is_present,
+    mapped_at,
+    sum_to,
+    total_tangents,
+    zero,
 )
 from jaxnorm._sharding import Along
 
@@ -337,21 +340,14 @@ def _batch(primitive, args, dims, *, names, grouped, axes, groups, **params):
     if grouped:
         at = 0
     else:
-        first = next(d for d in dims if d is not NOT_MAPPED)
-        at = min(max(first, groups), axes[0])
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
-
-    def place(name, a, d):
-        if d is not NOT_MAPPED:
-            return jnp.moveaxis(a, d, at)
-        a = jnp.expand_dims(a, at)
-        # Kernels know parameters of all groups, or of one that all share.
-        partly = grouped and groups and name in _PARAMETERS
-        return jnp.broadcast_to(a, (size, *a.shape[1:])) if partly else a
-
-    args = [place(*each) for each in zip(names, args, dims, strict=True)]
+        at = min(max(first_mapped(dims), groups), axes[0])
+    # Kernels know parameters of all groups, or of one that all share.
+    whole = [bool(grouped and groups and name in _PARAMETERS) for name in names]
     results = primitive.bind(
-        *args, axes=tuple(a + 1 for a in axes), groups=groups + grouped, **params
+        *mapped_at(at, args, dims, whole),
+        axes=tuple(a + 1 for a in axes),
+        groups=groups + grouped,
+        **params,
     )
     return results, [at] * len(results)
 
@@ -406,16 +402,6 @@ norm_fwd_p = define_primitive(
 )
 
 
-def _zero(value):
-    return ad.Zero(jax.typeof(value).to_tangent_aval())
-
-
-def _add(*tangents):
-    """The sum of tangents, of which some may be structural zeros; None if all are."""
-    present = [t for t in tangents if t is not None and type(t) is not ad.Zero]
-    return sum(present[1:], present[0]) if present else None
-
-
 def _fwd_jvp(primals, tangents, *, operands, epsilon, center, **params):
     """Names what backward keeps: names that the user gives to results name other values.
 
@@ -430,12 +416,12 @@ def _fwd_jvp(primals, tangents, *, operands, epsilon, center, **params):
         checkpoint_name(r, "jaxnorm_layer_norm" if center else "jaxnorm_rms_norm") for r in rest
     ]
     s, statistics = (rest[0], rest[1:]) if operands & RESIDUAL else (given["x"], rest)
-    s_dot = _add(dots["x"], dots.get("residual"))
+    s_dot = add(dots["x"], dots.get("residual"))
     if (
         s_dot is not None
     ):  # of one term alone, which may lack a dimension that vmap has given the other
         s_dot = jnp.broadcast_to(s_dot, s.shape)
-    have = {X: s_dot, SCALE: _add(dots.get("scale")), BIAS: _add(dots.get("bias"))}
+    have = {X: s_dot, SCALE: add(dots.get("scale")), BIAS: add(dots.get("bias"))}
     y_dot, sum_dot = _tangents(
         s,
         statistics,
@@ -448,7 +434,7 @@ def _fwd_jvp(primals, tangents, *, operands, epsilon, center, **params):
     out_dots = [y_dot, sum_dot] if operands & RESIDUAL else [y_dot]
     results = [y, *rest]
     return results, [
-        _zero(r) if t is None else t
+        zero(r) if t is None else t
         for r, t in zip(results, out_dots + [None] * len(statistics), strict=True)
     ]
 
@@ -626,7 +612,7 @@ def _backward(s, statistics, given, dy, dsum, need, **params):
 def _derive(formula, names, primals, tangents, params):
     """Tangents of a formula's results as s and scale move, and the statistics with s; None if they do not."""
     given, dots = _named(names, primals), _named(names, tangents)
-    moving = [n for n in ("x", "scale") if n in given and type(dots[n]) is not ad.Zero]
+    moving = [n for n in ("x", "scale") if is_present(dots.get(n))]
     if not moving:
         return None
 
@@ -645,24 +631,15 @@ def _derive(formula, names, primals, tangents, params):
     return jax.jvp(of, [given[n] for n in moving], [dots[n] for n in moving])[1]
 
 
-def _add_tangents(results, *terms):
-    """Tangents of all results: sums of lists (or None) that hold one each, or None, expanded to the results' shapes."""
-    sums = [_add(*each) for each in zip(*(t or [None] * len(results) for t in terms), strict=True)]
-    return [
-        _zero(r) if t is None else jnp.broadcast_to(t, r.shape)
-        for r, t in zip(results, sums, strict=True)
-    ]
-
-
 def _jvp_jvp(primals, tangents, **params):
     """Linear in the tangents, so that part is the same again; nonlinear in s, where the formula is differentiated."""
     names = _jvp_names(params["center"], params["operands"], params["have"])
     given, dots = _named(names, primals), _named(names, tangents)
     results = norm_jvp_p.bind(*primals, **params)
-    have = {bit: _add(dots.get(n)) for bit, n in _TANGENTS}
+    have = {bit: add(dots.get(n)) for bit, n in _TANGENTS}
     linear = _tangents(*_fixed(given, params), have, **_without(params, "operands", "have"))
     nonlinear = _derive(_jvp_reference, names, primals, tangents, params)
-    return results, _add_tangents(results, linear[: len(results)], nonlinear)
+    return results, total_tangents(results, linear[: len(results)], nonlinear)
 
 
 def _jvp_transpose(cotangents, *operands, **params):
@@ -671,8 +648,8 @@ def _jvp_transpose(cotangents, *operands, **params):
     moving = {
         bit: given[n] for bit, n in _TANGENTS if n in given and ad.is_undefined_primal(given[n])
     }
-    dy = _add(cotangents[0])
-    dsum = _add(*cotangents[1:]) if X in moving else None
+    dy = add(cotangents[0])
+    dsum = add(*cotangents[1:]) if X in moving else None
     results = _backward(
         *_fixed(given, params),
         dy,
@@ -683,8 +660,7 @@ def _jvp_transpose(cotangents, *operands, **params):
     out = dict.fromkeys(names)
     for bit, n in _TANGENTS:
         if bit in moving:
-            ct, aval = results.get(bit), moving[bit].aval
-            out[n] = ad.Zero(aval) if ct is None else sum_to(ct, aval)
+            out[n] = sum_to(results.get(bit), moving[bit].aval)
     return list(out.values())
 
 
@@ -720,31 +696,29 @@ def _bwd_jvp(primals, tangents, **params):
     results = norm_bwd_p.bind(*primals, **params)
     linear = _backward(
         *_fixed(given, params),
-        _add(dots["dy"]),
-        _add(dots.get("dsum")),
+        add(dots["dy"]),
+        add(dots.get("dsum")),
         params["need"],
         **_without(params, "operands", "need"),
     )
     linear = [linear.get(bit) for bit in (X, SCALE, BIAS) if params["need"] & bit]
     nonlinear = _derive(_bwd_reference, names, primals, tangents, params)
-    return results, _add_tangents(results, linear, nonlinear)
+    return results, total_tangents(results, linear, nonlinear)
 
 
 def _bwd_transpose(cotangents, *operands, **params):
     names = _bwd_names(params["center"], params["operands"])
     given = _named(names, operands)
     bits = [bit for bit in (X, SCALE, BIAS) if params["need"] & bit]
-    have = {bit: _add(ct) for bit, ct in zip(bits, cotangents, strict=True)}
+    have = {bit: add(ct) for bit, ct in zip(bits, cotangents, strict=True)}
     out = dict.fromkeys(names)
     if ad.is_undefined_primal(given["dy"]):
-        aval = given["dy"].aval
         ct, _ = _tangents(
             *_fixed(given, params), have, with_sum=False, **_without(params, "operands", "need")
         )
-        out["dy"] = ad.Zero(aval) if ct is None else sum_to(ct, aval)
+        out["dy"] = sum_to(ct, given["dy"].aval)
     if "dsum" in given and ad.is_undefined_primal(given["dsum"]):
-        aval, ct = given["dsum"].aval, have.get(X)
-        out["dsum"] = ad.Zero(aval) if ct is None else sum_to(ct, aval)
+        out["dsum"] = sum_to(have.get(X), given["dsum"].aval)
     return list(out.values())
 
 

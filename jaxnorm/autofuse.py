@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxnorm._autofuse.report import Report, report
 from jaxnorm._autofuse.rewrite import Rewritten, rewrite
-from jaxnorm._primitive import without_dead_code
+from jaxnorm._primitive.programs import without_dead_code
 
 
 class Autofused:

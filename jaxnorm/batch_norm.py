@@ -23,7 +23,8 @@ from jaxnorm._batch_norm_primitives import (
     stats_p,
     tangents_of,
 )
-from jaxnorm._primitive import acc_dtype, vary_alike
+from jaxnorm._primitive.arithmetic import acc_dtype
+from jaxnorm._primitive.avals import vary_alike
 
 Axis = int | tuple[int, ...]
 AxisName = Hashable | tuple[Hashable, ...]

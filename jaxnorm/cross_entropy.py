@@ -28,19 +28,18 @@ from jax.typing import ArrayLike
 
 from jaxnorm import _check
 from jaxnorm._axes import merge_axes
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    acc_dtype,
-    broadcast_aval,
-    broadcast_fits,
-    broadcast_partition,
-    broadcast_sharding_rule,
-    collapsed_aval,
-    define_formula,
-    define_primitive,
-    split_scratch,
+from jaxnorm._primitive.arithmetic import acc_dtype
+from jaxnorm._primitive.avals import broadcast_aval, collapsed_aval, vary_alike
+from jaxnorm._primitive.calls import broadcast_fits, split_scratch
+from jaxnorm._primitive.define import define_formula, define_primitive
+from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
+from jaxnorm._primitive.rules import (
+    first_mapped,
+    is_present,
+    mapped_at,
     sum_to,
-    vary_alike,
+    total_tangents,
+    zero,
 )
 from jaxnorm._sharding import Along
 
@@ -303,12 +302,8 @@ def _local(reference, blocks, _, *, axis, **params):
 
 def _batch(primitive, args, dims, *, axis, **params):
     """Maps over dimension `at` of the results; operands that are not mapped get size 1 there."""
-    at = next(d for d in dims if d is not NOT_MAPPED)
-    args = [
-        jnp.expand_dims(a, at) if d is NOT_MAPPED else jnp.moveaxis(a, d, at)
-        for a, d in zip(args, dims, strict=True)
-    ]
-    results = primitive.bind(*args, axis=axis + (at <= axis), **params)
+    at = first_mapped(dims)
+    results = primitive.bind(*mapped_at(at, args, dims), axis=axis + (at <= axis), **params)
     return results, [at] * len(results)
 
 
@@ -345,27 +340,13 @@ cross_entropy_bwd_p = _define(
 cross_entropy_jvp_p = define_formula("cross_entropy_jvp", abstract=_per_row, formula=_jvp_reference)
 
 
-def _zeros(values):
-    return [ad.Zero(jax.typeof(v).to_tangent_aval()) for v in values]
-
-
-def _present(tangent):
-    return type(tangent) is not ad.Zero
-
-
-def _add(*terms):
-    """Sums of lists of tangents, of which each may be None."""
-    given = [t for t in terms if t is not None]
-    return [sum(each[1:], each[0]) for each in zip(*given, strict=True)]
-
-
 def _fwd_jvp(primals, tangents, **params):
     """Names what backward keeps: names that the user gives to the result name another value."""
     x, labels, *where = primals
     nll, lse = cross_entropy_fwd_p.bind(*primals, **params)
     lse = checkpoint_name(lse, "jaxnorm_softmax_cross_entropy")
-    if not _present(tangents[0]):
-        return [nll, lse], _zeros([nll, lse])
+    if not is_present(tangents[0]):
+        return [nll, lse], [zero(nll), zero(lse)]
     of_p, of_q = cross_entropy_jvp_p.bind(
         *vary_alike(x, lse, labels, tangents[0], *where), **params
     )
@@ -374,7 +355,7 @@ def _fwd_jvp(primals, tangents, **params):
 
 def _derive(formula, primals, tangents, params):
     """Tangents of a formula's results as its logits and lse move; None if they do not."""
-    moving = [i for i in (0, 1) if _present(tangents[i])]
+    moving = [i for i in (0, 1) if is_present(tangents[i])]
     if not moving:
         return None
 
@@ -392,50 +373,48 @@ def _jvp_jvp(primals, tangents, **params):
     x, lse, labels, _, *where = primals
     results = cross_entropy_jvp_p.bind(*primals, **params)
     terms = [_derive(_jvp_reference, primals, tangents, params)]
-    if _present(tangents[3]):
+    if is_present(tangents[3]):
         operands = vary_alike(x, lse, labels, tangents[3], *where)
         terms.append(cross_entropy_jvp_p.bind(*operands, **params))
-    return results, _add(*terms) or _zeros(results)
+    return results, total_tangents(results, *terms)
 
 
 def _bwd_jvp(primals, tangents, **params):
     x, lse, labels, a, b, *where = primals
     results = cross_entropy_bwd_p.bind(*primals, **params)
     terms = [_derive(_bwd_reference, primals, tangents, params)]
-    if _present(tangents[3]) or _present(tangents[4]):
+    if is_present(tangents[3]) or is_present(tangents[4]):
         a_dot, b_dot = (
-            t if _present(t) else jnp.zeros_like(v)
+            t if is_present(t) else jnp.zeros_like(v)
             for t, v in zip(tangents[3:5], (a, b), strict=True)
         )
         operands = vary_alike(x, lse, labels, a_dot, b_dot, *where)
         terms.append(cross_entropy_bwd_p.bind(*operands, **params))
-    return results, _add(*terms) or _zeros(results)
+    return results, total_tangents(results, *terms)
 
 
 def _jvp_transpose(cotangents, x, lse, labels, x_dot, *where, **params):
-    rest = [None] * len(where)
-    if not any(map(_present, cotangents)):
-        return [None, None, None, ad.Zero(x_dot.aval), *rest]
+    if not any(map(is_present, cotangents)):
+        return [None, None, None, ad.Zero(x_dot.aval), *(None for _ in where)]
     of_p, of_q = (
-        ct if _present(ct) else jnp.zeros(ct.aval.shape, ct.aval.dtype) for ct in cotangents
+        ct if is_present(ct) else jnp.zeros(ct.aval.shape, ct.aval.dtype) for ct in cotangents
     )
     operands = vary_alike(x, lse, labels, of_p, -of_q, *where)
     (x_bar,) = cross_entropy_bwd_p.bind(*operands, **params)
-    return [None, None, None, sum_to(x_bar, x_dot.aval), *rest]
+    return [None, None, None, sum_to(x_bar, x_dot.aval), *(None for _ in where)]
 
 
 def _bwd_transpose(cotangents, x, lse, labels, a, b, *where, **params):
     (ct,) = cotangents
-    bars: list = [None, None]
-    if not _present(ct):
-        bars = [ad.Zero(v.aval) if ad.is_undefined_primal(v) else None for v in (a, b)]
-    else:
-        of_p, of_q = cross_entropy_jvp_p.bind(*vary_alike(x, lse, labels, ct, *where), **params)
-        if ad.is_undefined_primal(a):
-            bars[0] = sum_to(of_p, a.aval)
-        if ad.is_undefined_primal(b):
-            bars[1] = sum_to(-of_q, b.aval)
-    return [None, None, None, *bars, *([None] * len(where))]
+    a_bar = b_bar = None
+    if is_present(ct):
+        a_bar, of_q = cross_entropy_jvp_p.bind(*vary_alike(x, lse, labels, ct, *where), **params)
+        b_bar = -of_q
+    bars = [
+        sum_to(bar, v.aval) if ad.is_undefined_primal(v) else None
+        for v, bar in ((a, a_bar), (b, b_bar))
+    ]
+    return [None, None, None, *bars, *(None for _ in where)]
 
 
 ad.primitive_jvps[cross_entropy_fwd_p] = _fwd_jvp

@@ -15,7 +15,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxnorm import _lib
-from jaxnorm._primitive import closed_of, open_jaxpr, run_program, source_line, trace_context
+from jaxnorm._primitive.programs import (
+    closed_of,
+    open_jaxpr,
+    run_program,
+    source_line,
+    trace_context,
+)
 from jaxnorm._rows import explain, launcher, primitive, save, tune
 from jaxnorm._rows.call import device_here, row_call
 from jaxnorm._rows.equations import NotARowProgram

@@ -7,7 +7,8 @@ from jax.typing import ArrayLike
 
 from jaxnorm import _check
 from jaxnorm._norm_primitives import BIAS, MASK, RESIDUAL, SCALE, norm_fwd_p
-from jaxnorm._primitive import acc_dtype, vary_alike
+from jaxnorm._primitive.arithmetic import acc_dtype
+from jaxnorm._primitive.avals import vary_alike
 
 Axis = int | tuple[int, ...] | None
 

@@ -17,15 +17,10 @@ from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
 from jaxnorm import _bits, _check
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    Partition,
-    aval_like,
-    define_formula,
-    define_primitive,
-    sharding_factors,
-    vary_alike,
-)
+from jaxnorm._primitive.avals import aval_like, vary_alike
+from jaxnorm._primitive.define import define_formula, define_primitive
+from jaxnorm._primitive.partition import Partition, sharding_factors
+from jaxnorm._primitive.rules import NOT_MAPPED, add, is_present, mapped_at, zero
 from jaxnorm._sharding import Blocks
 
 
@@ -166,24 +161,12 @@ def _relu_jvp(primals, tangents, **params):
     return [y], [y_dot]
 
 
-def _align(args, dims):
-    """Moves or adds the mapped axis so that all operands have it at one place, never the last one."""
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
+def _batch(primitive, args, dims, **params):
+    """Maps over one dimension of all operands, never the last one."""
     at = dims[-1]
     if at is NOT_MAPPED or at == args[-1].ndim - 1:
         at = 0
-
-    def align(a, d):
-        if d is NOT_MAPPED:
-            return jnp.broadcast_to(jnp.expand_dims(a, at), (*a.shape[:at], size, *a.shape[at:]))
-        return jnp.moveaxis(a, d, at)
-
-    return [align(a, d) for a, d in zip(args, dims, strict=True)], at
-
-
-def _batch(primitive, args, dims, **params):
-    args, at = _align(args, dims)
-    results = primitive.bind(*args, **params)
+    results = primitive.bind(*mapped_at(at, args, dims, [True] * len(args)), **params)
     return results, [at] * len(results)
 
 
@@ -221,13 +204,11 @@ relu_fwd_p = define_primitive(
 def _fwd_jvp(primals, tangents, **params):
     y, mask = relu_fwd_p.bind(*primals, **params)
     mask = checkpoint_name(mask, "jaxnorm_relu_mask")
-    no_tangent = ad.Zero(jax.typeof(mask).to_tangent_aval())
-    present = [t for t in tangents if type(t) is not ad.Zero]
-    if not present:
-        return [y, mask], [ad.Zero(jax.typeof(y).to_tangent_aval()), no_tangent]
-    t = sum(present[1:], present[0])
+    t = add(*tangents)
+    if t is None:
+        return [y, mask], [zero(y), zero(mask)]
     (y_dot,) = relu_bwd_p.bind(*vary_alike(mask, t), **params)
-    return [y, mask], [y_dot, no_tangent]
+    return [y, mask], [y_dot, zero(mask)]
 
 
 ad.primitive_jvps[relu_fwd_p] = _fwd_jvp
@@ -260,14 +241,14 @@ relu_bwd_p = define_primitive(
 def _bwd_jvp(primals, tangents, *, implementation):
     mask, t = primals
     out = relu_bwd_p.bind(mask, t, implementation=implementation)
-    if type(tangents[1]) is ad.Zero:
-        return out, [ad.Zero(jax.typeof(out[0]).to_tangent_aval())]
+    if not is_present(tangents[1]):
+        return out, [zero(out[0])]
     return out, relu_bwd_p.bind(*vary_alike(mask, tangents[1]), implementation=implementation)
 
 
 def _bwd_transpose(cotangents, mask, t, *, implementation):
     (ct,) = cotangents
-    if type(ct) is ad.Zero:
+    if not is_present(ct):
         return [None, ad.Zero(t.aval)]
     return [None, *relu_bwd_p.bind(*vary_alike(mask, ct), implementation=implementation)]
 

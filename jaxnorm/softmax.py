@@ -22,16 +22,19 @@ from jax.typing import ArrayLike
 
 from jaxnorm import _check
 from jaxnorm._axes import merge_axes
-from jaxnorm._primitive import (
-    NOT_MAPPED,
-    acc_dtype,
-    broadcast_aval,
-    broadcast_fits,
-    broadcast_partition,
-    broadcast_sharding_rule,
-    define_primitive,
-    split_scratch,
-    vary_alike,
+from jaxnorm._primitive.arithmetic import acc_dtype
+from jaxnorm._primitive.avals import broadcast_aval, vary_alike
+from jaxnorm._primitive.calls import broadcast_fits, split_scratch
+from jaxnorm._primitive.define import define_primitive
+from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
+from jaxnorm._primitive.rules import (
+    add,
+    first_mapped,
+    is_present,
+    mapped_at,
+    sum_to,
+    total_tangents,
+    zero,
 )
 from jaxnorm._sharding import Along
 
@@ -289,15 +292,11 @@ def _local(reference, blocks, _, *, axes, **params):
 
 def _batch(primitive, args, dims, *, axes, **params):
     """Maps over axis `at` of the result; operands that are not mapped get size 1 there."""
-    at = next(d for d in dims if d is not NOT_MAPPED)
+    at = first_mapped(dims)
     if axes[0] < at <= axes[-1]:  # neighbours stay neighbours
         at = axes[0]
-    args = [
-        jnp.expand_dims(a, at) if d is NOT_MAPPED else jnp.moveaxis(a, d, at)
-        for a, d in zip(args, dims, strict=True)
-    ]
     axes = tuple(a + (at <= a) for a in axes)
-    return primitive.bind(*args, axes=axes, **params), [at]
+    return primitive.bind(*mapped_at(at, args, dims), axes=axes, **params), [at]
 
 
 # ---- softmax_fwd ----
@@ -346,27 +345,22 @@ def _fwd_jvp(primals, tangents, *, axes, factor, log, operands, implementation):
     )
     y = checkpoint_name(y, "jaxnorm_log_softmax" if log else "jaxnorm_softmax")
 
-    def present(t):
-        return t is not None and type(t) is not ad.Zero
-
     terms: list = []
-    if present(x_dot):
+    if is_present(x_dot):
         terms.append(x_dot if scale is None else x_dot * scale)
-    if scale_dot is not None and present(scale_dot):
+    if is_present(scale_dot):
         # What x holds at masked elements may be NaN, which the cotangent's 0 there would not silence.
         terms.append(
             scale_dot * (x if where is None else jnp.where(where, x, jnp.zeros((), x.dtype)))
         )
-    if present(bias_dot):
+    if is_present(bias_dot):
         if factor != 1.0:  # else the kernel multiplies by the factor
             terms = [t * np.asarray(factor, x.dtype) for t in terms]
             factor = 1.0
         terms.append(bias_dot)
-    if not terms:
-        return [y], [ad.Zero(jax.typeof(y).to_tangent_aval())]
-    z_dot = terms[0]
-    for term in terms[1:]:
-        z_dot = z_dot + term
+    z_dot = add(*terms)
+    if z_dot is None:
+        return [y], [zero(y)]
     mask = [] if where is None else [where]
     y_dot = softmax_bwd_p.bind(
         *vary_alike(y, z_dot, *mask),
@@ -408,25 +402,20 @@ def _bwd_jvp(primals, tangents, **params):
     y, t, *where = primals
     y_dot, t_dot, *_ = tangents
     out = softmax_bwd_p.bind(y, t, *where, **params)
-    terms = []
-    if type(t_dot) is not ad.Zero:
-        terms += softmax_bwd_p.bind(*vary_alike(y, t_dot, *where), **params)
-    if type(y_dot) is not ad.Zero:
-        terms += jax.jvp(lambda y: _bwd_reference(y, t, *where, **params), (y,), (y_dot,))[1]
-    if not terms:
-        return out, [ad.Zero(jax.typeof(out[0]).to_tangent_aval())]
-    return out, [sum(terms[1:], terms[0])]
+    linear = nonlinear = None
+    if is_present(t_dot):
+        linear = softmax_bwd_p.bind(*vary_alike(y, t_dot, *where), **params)
+    if is_present(y_dot):
+        nonlinear = jax.jvp(lambda y: _bwd_reference(y, t, *where, **params), (y,), (y_dot,))[1]
+    return out, total_tangents(out, linear, nonlinear)
 
 
 def _bwd_transpose(cotangents, y, t, *where, form, **params):
     (ct,) = cotangents
-    if type(ct) is ad.Zero:
-        return [None, ad.Zero(t.aval), *(None for _ in where)]
-    (t_bar,) = softmax_bwd_p.bind(*vary_alike(y, ct, *where), form=_TRANSPOSED[form], **params)
-    broadcast = [i for i, n in enumerate(t.aval.shape) if n != t_bar.shape[i]]
-    if broadcast:  # t had size 1 there: the transpose of broadcasting is a sum
-        t_bar = jnp.sum(t_bar, broadcast, keepdims=True)
-    return [None, t_bar, *(None for _ in where)]
+    t_bar = None
+    if is_present(ct):
+        (t_bar,) = softmax_bwd_p.bind(*vary_alike(y, ct, *where), form=_TRANSPOSED[form], **params)
+    return [None, sum_to(t_bar, t.aval), *(None for _ in where)]
 
 
 ad.primitive_jvps[softmax_bwd_p] = _bwd_jvp

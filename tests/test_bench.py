@@ -17,7 +17,7 @@ import pytest
 from bench import __main__ as bench_main
 from bench import cases, compare, peers, roofline, row_programs, tables, timing
 from bench.cases import Case
-from jaxnorm import _timing
+from jaxnorm._measure import timer
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
@@ -198,22 +198,22 @@ def test_min_bytes_of_an_unknown_direction(case):
 
 
 def test_split_events():
-    a, b = _timing.Event("a", 1.0, 7.0), _timing.Event("gemm_b", 2.0, 0.5)
-    assert _timing.split_events([a, b] * 3, calls=3) == ([3.0, 3.0, 3.0], 2, 2.0, 0.5)
+    a, b = timer.Event("a", 1.0, 7.0), timer.Event("gemm_b", 2.0, 0.5)
+    assert timer.split_events([a, b] * 3, calls=3) == ([3.0, 3.0, 3.0], 2, 2.0, 0.5)
     # Kernels that cannot be shared out: one mean.
-    assert _timing.split_events([a, b, a], calls=2) == ([2.0], None, 1.0, None)
-    assert _timing.split_events([a, b], calls=2) == ([1.5], None, 1.0, None)
+    assert timer.split_events([a, b, a], calls=2) == ([2.0], None, 1.0, None)
+    assert timer.split_events([a, b], calls=2) == ([1.5], None, 1.0, None)
     with pytest.raises(RuntimeError, match="no kernel"):
-        _timing.split_events([], calls=2)
+        timer.split_events([], calls=2)
 
 
 def test_timing_statistics():
-    timed = _timing.Timing(tuple(float(v) for v in range(1, 102)), "wall")
+    timed = timer.Timing(tuple(float(v) for v in range(1, 102)), "wall")
     assert timed.median == 51
     assert timed.quantile(0.1) == pytest.approx(11)
     # Ranks 41 and 61 or 62 of 101 bound the median with 95% confidence.
     assert timed.spread == pytest.approx((61 - 41) / 2 / 51, abs=0.02)
-    assert _timing.Timing((2.0,), "wall").spread == 0
+    assert timer.Timing((2.0,), "wall").spread == 0
 
 
 def test_measure_rotates_and_survives_a_failure():
@@ -226,8 +226,8 @@ def test_measure_rotates_and_survives_a_failure():
     def fail(_):
         raise OSError("no luck")
 
-    workloads = {"bad": _timing.Workload(fail), "good": _timing.Workload(run, sets=3)}
-    found = _timing.measure(workloads, budget=0.001)
+    workloads = {"bad": timer.Workload(fail), "good": timer.Workload(run, sets=3)}
+    found = timer.measure(workloads, budget=0.001)
     assert list(found) == ["bad", "good"]
     assert isinstance(found["bad"], OSError)
     assert len(found["good"].seconds) >= 5
@@ -240,9 +240,9 @@ def test_measure_kernels(monkeypatch):
     seen = []
 
     def launch(_):
-        seen.append(_timing.Event("jaxnorm::SplitKernel", 0.5e-3, 1))
-        seen.append(_timing.Event("nvjet_gemm", 0.25e-3, 1e-6))
-        seen.append(_timing.Event("MemcpyD2D", 1))
+        seen.append(timer.Event("jaxnorm::SplitKernel", 0.5e-3, 1))
+        seen.append(timer.Event("nvjet_gemm", 0.25e-3, 1e-6))
+        seen.append(timer.Event("MemcpyD2D", 1))
         return jnp.zeros(())
 
     def trace(body):
@@ -250,9 +250,9 @@ def test_measure_kernels(monkeypatch):
         body()
         return list(seen)
 
-    monkeypatch.setattr(_timing, "trace_events", trace)
-    monkeypatch.setattr(_timing, "find_clock", lambda wanted: ("trace", ""))
-    found = _timing.measure({"x": _timing.Workload(launch, sets=2)}, calls=6, rounds=3)["x"]
+    monkeypatch.setattr(timer, "trace_events", trace)
+    monkeypatch.setattr(timer, "find_clock", lambda wanted: ("trace", ""))
+    found = timer.measure({"x": timer.Workload(launch, sets=2)}, calls=6, rounds=3)["x"]
     assert found.clock == "trace"
     assert found.kernels == 2
     assert found.seconds == pytest.approx((0.75e-3,) * 6)
@@ -285,27 +285,27 @@ def test_stream_events():
     )
     host = plane("/host:CPU", line("python", event("call", 0, 9000)))
     profile = types.SimpleNamespace(planes=[host, gpu])
-    names, seconds, gaps = zip(*_timing.stream_events(profile), strict=True)
+    names, seconds, gaps = zip(*timer.stream_events(profile), strict=True)
     assert names == ("early", "within", "over", "late", "last")
     assert seconds == pytest.approx((1e-6, 0, 0.6e-6, 1.9e-6, 0.5e-6))
     assert gaps == pytest.approx((0, 0, 0, 0, 0.5e-6))
 
 
 def test_rotation(monkeypatch):
-    monkeypatch.setattr(_timing, "l2_bytes", lambda: 0)
-    assert _timing.rotation(100) == (1, False)
-    monkeypatch.setattr(_timing, "l2_bytes", lambda: 1000)
-    assert _timing.rotation(100_000) == (1, True)
-    assert _timing.rotation(100) == (25, True)
-    assert _timing.rotation(1) == (_timing.MAX_SETS, False)
+    monkeypatch.setattr(timer, "l2_bytes", lambda: 0)
+    assert timer.rotation(100) == (1, False)
+    monkeypatch.setattr(timer, "l2_bytes", lambda: 1000)
+    assert timer.rotation(100_000) == (1, True)
+    assert timer.rotation(100) == (25, True)
+    assert timer.rotation(1) == (timer.MAX_SETS, False)
 
 
 @pytest.mark.gpu
 def test_gpu_has_a_kernel_clock():
-    name, reasons = _timing.find_clock()
+    name, reasons = timer.find_clock()
     assert name == "trace", reasons
-    assert _timing.l2_bytes() > 0
-    assert _timing.copy_rate().bytes_per_second > 0
+    assert timer.l2_bytes() > 0
+    assert timer.copy_rate().bytes_per_second > 0
 
 
 # ---- implementations ----
@@ -318,7 +318,7 @@ def test_split_vjp(implementation):
     dy = jax.random.normal(jax.random.key(1), (3, 5), jnp.float32)
     where = jnp.arange(5) < 3
     function = lambda x, where: softmax(x, where=where)  # noqa: E731
-    forward, residuals_of, backward = _timing.split_vjp(function, [x], [where])
+    forward, residuals_of, backward = timer.split_vjp(function, [x], [where])
     y, computed = forward((x,), (where,))
     residuals = residuals_of(computed, (x,), (where,))
     np.testing.assert_allclose(y, function(x, where), rtol=1e-6)
@@ -331,7 +331,7 @@ def test_split_vjp_returns_no_argument():
     """To return an argument is to copy it, which is no part of forward."""
     x, scale = jax.random.normal(jax.random.key(0), (3, 5)), jnp.ones(5)
     norm = peers.jax_operation("jaxnorm", "layer_norm")
-    forward, residuals_of, _ = _timing.split_vjp(norm, [x, scale])
+    forward, residuals_of, _ = timer.split_vjp(norm, [x, scale])
     _, computed = forward((x, scale), ())
     assert x.shape not in [a.shape for a in computed]
     assert any(kept is x for kept in residuals_of(computed, (x, scale), ()))
@@ -506,7 +506,7 @@ def test_main_records_temporary_memory(tmp_path):
 
 def test_only_programs_have_matrix_products():
     """Whatever a library calls the kernels of an operation, its rate counts all of them."""
-    timed = _timing.Timing((2e-6,), "trace", 1, matmul_seconds=1.5e-6)
+    timed = timer.Timing((2e-6,), "trace", 1, matmul_seconds=1.5e-6)
     common = {"error": None, "copy": 4e12, "cold": True, "sizes": {}}
     case = Case("softmax", (1024, 1024), dtype="bfloat16")
     record = bench_main._record(case, "forward", "quack", timed, None, **common)
@@ -919,9 +919,9 @@ def test_kernel_times(monkeypatch):
     def trace(body):
         body()
         step = [("nvjet", 0.5), ("loop_add_fusion", 0.25), ("loop_add_fusion", 0.5)]
-        return [_timing.Event(*kernel) for kernel in step] * len(steps)
+        return [timer.Event(*kernel) for kernel in step] * len(steps)
 
-    monkeypatch.setattr(_timing, "trace_events", trace)
+    monkeypatch.setattr(timer, "trace_events", trace)
     found = train.kernel_times(lambda: steps.append(jnp.zeros(())))
     assert steps
     assert found["seconds"] == pytest.approx(1.25)
@@ -932,7 +932,7 @@ def test_kernel_times(monkeypatch):
         "seconds": pytest.approx(0.75),
         "launches": 2,
     }
-    monkeypatch.setattr(_timing, "trace_events", lambda body: [])
+    monkeypatch.setattr(timer, "trace_events", lambda body: [])
     with pytest.raises(RuntimeError, match="no kernel"):
         train.kernel_times(lambda: None)
 

@@ -16,7 +16,7 @@ import processes
 import pytest
 
 from jaxnorm import __main__ as report
-from jaxnorm import _report
+from jaxnorm._measure import display, errors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -118,14 +118,14 @@ def test_checks_fail_on_zeros(name, dtype):
     arrays = [*rounded.astype(np.float64), *rng.standard_normal((operation.parameters, 1000))]
     for wanted in operation.reference(*arrays, where=where, scale=1.0, tiny=tiny):
         best = wanted[0].astype(jnp.dtype(dtype)).astype(np.float64)
-        assert report.compare(best, *wanted, dtype, 1000)[1] <= 1
-        assert report.compare(np.zeros_like(best), *wanted, dtype, 1000)[1] > 1
+        assert errors.compare(best, *wanted, dtype, 1000)[1] <= 1
+        assert errors.compare(np.zeros_like(best), *wanted, dtype, 1000)[1] > 1
 
 
 def test_nan_is_an_error():
     wrong = np.array([[np.nan, 1.0]])
     reference = np.array([[0.5, 1.0]])
-    assert report.compare(wrong, reference, reference, 0, "float32", 2)[1] == np.inf
+    assert errors.compare(wrong, reference, reference, 0, "float32", 2)[1] == np.inf
 
 
 def test_checks_take_the_first_rows_of_a_large_shape():
@@ -134,12 +134,12 @@ def test_checks_take_the_first_rows_of_a_large_shape():
 
 
 def test_units():
-    assert _report.duration(0.99996e-3) == "1.00 ms"
-    assert _report.duration(3e-9) == "3.00 ns"
-    assert _report.rate(3.76e12) == "3.76 TB/s"
-    assert _report.ratio_text(1.5, 0.1) == "[green]1.50x ±10%[/green]"
-    assert _report.ratio_text(1.05, 0.1) == "1.05x ±10%"
-    assert _report.ratio_text(1.05, 8.02) == "1.05x ±>99%"  # no wider, whatever the noise
+    assert display.duration(0.99996e-3) == "1.00 ms"
+    assert display.duration(3e-9) == "3.00 ns"
+    assert display.rate(3.76e12) == "3.76 TB/s"
+    assert display.ratio_text(1.5, 0.1) == "[green]1.50x ±10%[/green]"
+    assert display.ratio_text(1.05, 0.1) == "1.05x ±10%"
+    assert display.ratio_text(1.05, 8.02) == "1.05x ±>99%"  # no wider, whatever the noise
 
 
 # ---- examples ----

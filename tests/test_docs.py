@@ -8,7 +8,6 @@ import doctest
 import importlib.util
 import os
 import pathlib
-import pkgutil
 import re
 import subprocess
 import sys
@@ -44,13 +43,13 @@ def run(page):
 
 def modules():
     """Modules of the package that have examples."""
-    package = ROOT / "jaxnorm"
-    names = sorted(
-        m.name
-        for m in pkgutil.iter_modules([str(package)])
-        if not m.ispkg and m.name[:2] not in ("_c", "__")
-    )
-    return [f"jaxnorm.{n}" for n in names if ">>> " in (package / f"{n}.py").read_text()]
+    paths = sorted((ROOT / "jaxnorm").rglob("*.py"))
+    names = [
+        ".".join(p.relative_to(ROOT).with_suffix("").parts)
+        for p in paths
+        if ">>> " in p.read_text()
+    ]
+    return [n.removesuffix(".__init__") for n in names]
 
 
 def examples(page):

@@ -353,7 +353,11 @@ SCHEDULES = {
     "rows_at_once": [
         {"source": s, "rows_at_once": n, "lanes": 64} for s in ("registers", "ring") for n in (2, 4)
     ],
-    "hoist": [{"source": s, "hoist": h} for s in ("registers", "ring") for h in (True, False)],
+    "hoist": [
+        {"source": s, "hoist": h}
+        for s in ("registers", "ring")
+        for h in ("", "registers", "shared")
+    ],
     "blocks": [{"blocks": n, "vector": v} for n, v in ((1, 4), (2, 2), (3, 1))],
 }
 FORCED = {

@@ -21,7 +21,8 @@ from meshes import AUTO, CPUS, EXPLICIT, blocks, names_of, over, platform_of, pu
 
 import jaxnorm
 from bench import row_programs
-from jaxnorm import _primitive
+from jaxnorm._primitive import define
+from jaxnorm._primitive.programs import run_program
 from jaxnorm._rows import local, primitive
 from jaxnorm._rows.call import row_call
 from jaxnorm._rows.equations import flatten
@@ -38,7 +39,7 @@ KEY = jax.random.key(7)
 
 @pytest.fixture(autouse=True)
 def _partitioned(monkeypatch):
-    monkeypatch.setattr(_primitive, "partition_everywhere", True)
+    monkeypatch.setattr(define, "partition_everywhere", True)
 
 
 def rand(shape, seed=0, dtype="float32"):
@@ -252,7 +253,7 @@ def test_sizes_that_devices_do_not_divide(seed):
 )
 def test_what_xla_makes_of_the_jaxpr(name, monkeypatch):
     """What users of CPUs get: XLA partitions the operations themselves."""
-    monkeypatch.setattr(_primitive, "partition_everywhere", False)
+    monkeypatch.setattr(define, "partition_everywhere", False)
     case = CASES[name]
     for spec in specs_of(case):
         given = Placed(case, case.small, spec, AUTO)
@@ -359,7 +360,7 @@ def test_kernel_of_rows_with_padding():
     got = row_emulator.run(
         row_call(program, DEVICES[90]), operands, [(a.shape, a.dtype) for a in program.out_avals]
     )
-    want = _primitive.run_program(program, *operands)
+    want = run_program(program, *operands)
     assert any(a.shape == (32,) and np.isfinite(a).all() for a in got)
     assert_close(got, want)
 

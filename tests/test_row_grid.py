@@ -231,42 +231,42 @@ layer_norm 64x131072 forward           33*512 1x8        1 1024x1  ring 16      
 layer_norm 64x131072 backward          33*512 1x8        1 768x1   ring 13      0 persistent hoist 4 groups, lag 5
 rms_norm 64x131072 forward             33*512 1x8        1 768x1   ring 16      0 persistent hoist 4 groups, lag 8
 rms_norm 64x131072 backward            33*512 1x8        1 640x1   ring 14      0 persistent hoist 4 groups, lag 8
-softmax 64x131072 forward              33*512 1x8        1 768x1   ring 16      0 persistent hoist 4 groups, lag 8
-softmax 64x131072 backward             33*512 1x8        1 640x1   ring 14      0 persistent hoist 4 groups, lag 8
-log_softmax 64x131072 forward          33*512 1x8        1 768x1   ring 16      0 persistent hoist 4 groups, lag 8
-log_softmax 64x131072 backward         33*512 1x8        1 640x1   ring 14      0 persistent hoist 4 groups, lag 8
-cross_entropy 64x131072 forward        33*512 1x8        1 768x1   ring 16      0 persistent hoist 4 groups, lag 8
-cross_entropy 64x131072 backward       33*512 1x8        1 768x1   ring 16      0 persistent hoist 4 groups, lag 8
+softmax 64x131072 forward              33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
+softmax 64x131072 backward             33*512 1x8        1 640x1   ring 14      0 persistent 4 groups, lag 8
+log_softmax 64x131072 forward          33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
+log_softmax 64x131072 backward         33*512 1x8        1 640x1   ring 14      0 persistent 4 groups, lag 8
+cross_entropy 64x131072 forward        33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
+cross_entropy 64x131072 backward       33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
 layer_norm 8x1048576 forward           132*512 2x8        1 768x1   ring 8       0 persistent hoist 1 groups, lag 4
 layer_norm 8x1048576 backward          132*512 2x8        1 640x1   ring 6       0 persistent hoist 1 groups, lag 2
 rms_norm 8x1048576 forward             132*512 2x8        1 640x1   ring 8       0 persistent hoist 1 groups, lag 4
 rms_norm 8x1048576 backward            132*512 2x8        1 576x1   ring 7       0 persistent hoist 1 groups, lag 4
-softmax 8x1048576 forward              132*512 2x8        1 640x1   ring 8       0 persistent hoist 1 groups, lag 4
-softmax 8x1048576 backward             132*512 2x8        1 576x1   ring 7       0 persistent hoist 1 groups, lag 4
-log_softmax 8x1048576 forward          132*512 2x8        1 640x1   ring 8       0 persistent hoist 1 groups, lag 4
-log_softmax 8x1048576 backward         132*512 2x8        1 576x1   ring 7       0 persistent hoist 1 groups, lag 4
-cross_entropy 8x1048576 forward        132*512 2x8        1 640x1   ring 8       0 persistent hoist 1 groups, lag 4
-cross_entropy 8x1048576 backward       132*512 2x8        1 640x1   ring 8       0 persistent hoist 1 groups, lag 4
+softmax 8x1048576 forward              132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
+softmax 8x1048576 backward             132*512 2x8        1 576x1   ring 7       0 persistent 1 groups, lag 4
+log_softmax 8x1048576 forward          132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
+log_softmax 8x1048576 backward         132*512 2x8        1 576x1   ring 7       0 persistent 1 groups, lag 4
+cross_entropy 8x1048576 forward        132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
+cross_entropy 8x1048576 backward       132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
 layer_norm 16x262144 forward           66*512 1x8        1 1024x1  ring 8       0 persistent hoist 2 groups, lag 4
 layer_norm 16x262144 backward          66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 4
 rms_norm 16x262144 forward             66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 8
 rms_norm 16x262144 backward            66*512 1x8        1 640x1   ring 8       0 persistent hoist 2 groups, lag 8
-softmax 16x262144 forward              66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 8
-softmax 16x262144 backward             66*512 1x8        1 640x1   ring 8       0 persistent hoist 2 groups, lag 8
-log_softmax 16x262144 forward          66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 8
-log_softmax 16x262144 backward         66*512 1x8        1 640x1   ring 8       0 persistent hoist 2 groups, lag 8
-cross_entropy 16x262144 forward        66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 8
-cross_entropy 16x262144 backward       66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 8
+softmax 16x262144 forward              66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
+softmax 16x262144 backward             66*512 1x8        1 640x1   ring 8       0 persistent 2 groups, lag 8
+log_softmax 16x262144 forward          66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
+log_softmax 16x262144 backward         66*512 1x8        1 640x1   ring 8       0 persistent 2 groups, lag 8
+cross_entropy 16x262144 forward        66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
+cross_entropy 16x262144 backward       66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
 layer_norm 12x131072 forward           33*512 1x8        1 704x1   ring 3       0 persistent hoist 4 groups, lag 1
 layer_norm 12x131072 backward          33*512 1x8        1 704x1   ring 3       0 persistent hoist 4 groups, lag 1
 rms_norm 12x131072 forward             33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
 rms_norm 12x131072 backward            33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-softmax 12x131072 forward              33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-softmax 12x131072 backward             33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-log_softmax 12x131072 forward          33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-log_softmax 12x131072 backward         33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-cross_entropy 12x131072 forward        33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-cross_entropy 12x131072 backward       33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
+softmax 12x131072 forward              33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
+softmax 12x131072 backward             33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
+log_softmax 12x131072 forward          33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
+log_softmax 12x131072 backward         33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
+cross_entropy 12x131072 forward        33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
+cross_entropy 12x131072 backward       33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
 """
 
 

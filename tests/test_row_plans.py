@@ -67,9 +67,9 @@ rms_norm_fp8 forward                     128 4x8        1 128x8   registers    0
 soft_capped_softmax forward               32 4x8        4 128x6   registers    2
 soft_capped_softmax backward              32 4x8        4 128x4   registers    2
 kl_distillation forward                  512 2x8*4      1 512x2   stream       0
-kl_distillation backward               2*1024 2x8        1 1024x1  ring 2       0 persistent hoist
+kl_distillation backward                1024 4x8        1 1024x1  registers    0
 soft_label_cross_entropy forward         512 2x8*4      1 512x2   stream       0
-soft_label_cross_entropy backward      2*1024 2x8        1 1024x1  ring 2       0 persistent hoist
+soft_label_cross_entropy backward       1024 4x8        1 1024x1  registers    0
 entropy forward                          512 4x8*8      1 512x2   stream       0
 entropy backward                       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 log_probability_entropy forward          512 4x8*8      1 512x2   stream       0
@@ -77,27 +77,27 @@ log_probability_entropy backward       2*1024 2x8*4      1 1024x1  ring 6       
 dropout_residual_layer_norm forward      256 2x8        1 256x4   registers    1
 dropout_residual_layer_norm backward     256 2x8        1 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_4095 forward             128 16x2       1 128x8   registers    0 shifted
-layer_norm_gelu_4095 backward            128 16x2       1 128x2   ring 2       2 persistent shifted
+layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       2 persistent hoist shifted
 gated_rms_norm_64 forward                  8 1x8       32 256x2   registers    1
-gated_rms_norm_64 backward                 8 1x8       32 256x2   registers    1 persistent hoist
+gated_rms_norm_64 backward                 8 1x8       64 256x1   ring 2       1 persistent hoist
 gated_rms_norm_128 forward                 8 2x8       32 256x2   registers    1
-gated_rms_norm_128 backward                8 2x8       32 256x2   registers    1 persistent hoist
+gated_rms_norm_128 backward                8 2x8       32 256x1   ring 2       1 persistent hoist
 gated_rms_norm_256 forward                16 2x8       16 256x2   registers    1
-gated_rms_norm_256 backward               16 2x8       16 256x2   registers    1 persistent hoist
+gated_rms_norm_256 backward               16 2x8       16 256x1   ring 2       1 persistent hoist
 gated_rms_norm_512 forward                32 2x8        4 128x8   registers    1
-gated_rms_norm_512 backward               32 2x8        4 128x4   registers    1 persistent hoist
+gated_rms_norm_512 backward               32 2x8        8 128x2   ring 2       1 persistent hoist
 gated_rms_norm_1024 forward               64 2x8        1 64x16   registers    1
-gated_rms_norm_1024 backward              64 2x8        1 64x4    registers    1 persistent hoist
+gated_rms_norm_1024 backward              64 2x8        4 64x2    ring 2       1 persistent hoist
 gated_rms_norm_2048 forward              128 2x8        1 128x8   registers    1
-gated_rms_norm_2048 backward             128 2x8        2 128x2   ring 2       1 persistent hoist
-gated_rms_norm_8192 forward              512 2x8        1 512x2   ring 2       1 persistent hoist
+gated_rms_norm_2048 backward             128 2x8        2 128x1   ring 2       1 persistent hoist
+gated_rms_norm_8192 forward              512 2x8        1 512x2   registers    1
 gated_rms_norm_8192 backward             512 2x8        1 512x1   ring 2       1 persistent hoist
-gated_rms_norm_16384 forward             512 4x8        1 512x1   ring 2       1 persistent hoist
-gated_rms_norm_16384 backward            512 4x8        1 512x1   ring 2       1 persistent hoist
-gated_rms_norm_32768 forward           2*1024 2x8        1 1024x1  ring 2       1 persistent hoist
-gated_rms_norm_32768 backward          2*512 4x8        1 512x1   ring 2       1 persistent hoist
+gated_rms_norm_16384 forward             512 4x8        1 512x2   registers    1
+gated_rms_norm_16384 backward          2*512 2x8        1 512x1   ring 2       1 persistent hoist
+gated_rms_norm_32768 forward            1024 4x8        1 1024x1  registers    1
+gated_rms_norm_32768 backward          4*512 2x8        1 512x1   ring 2       1 persistent hoist
 gated_rms_norm_65536 forward           2*1024 2x8*2      1 1024x1  ring 3       0 persistent
-gated_rms_norm_65536 backward          4*512 4x8        1 512x1   ring 2       1 persistent hoist
+gated_rms_norm_65536 backward          8*512 2x8        1 512x1   ring 2       1 persistent hoist
 gated_rms_norm_131072 forward          4*1024 2x8*2      1 1024x1  ring 3       0 persistent
 gated_rms_norm_131072 backward         8*512 4x8        1 512x1   ring 2       1 persistent hoist
 layer_norm_gelu_64 forward                 8 1x8       64 256x2   registers    0
@@ -108,18 +108,18 @@ layer_norm_gelu_256 forward               16 2x8       32 256x2   registers    0
 layer_norm_gelu_256 backward              16 2x8       32 256x1   ring 2       2 persistent hoist
 layer_norm_gelu_512 forward               32 2x8        8 128x8   registers    0
 layer_norm_gelu_512 backward              32 2x8        8 128x2   ring 3       2 persistent hoist
-layer_norm_gelu_1024 forward              64 2x8        2 64x16   registers    0
+layer_norm_gelu_1024 forward              32 4x8        4 128x8   registers    0
 layer_norm_gelu_1024 backward             64 2x8        4 64x4    ring 3       2 persistent hoist
 layer_norm_gelu_2048 forward              64 4x8        1 64x16   registers    0
 layer_norm_gelu_2048 backward            128 2x8        2 128x2   ring 3       2 persistent hoist
 layer_norm_gelu_8192 forward             256 4x8        1 256x4   registers    0
-layer_norm_gelu_8192 backward            256 4x8        1 256x1   ring 2       2 persistent
-layer_norm_gelu_16384 forward            512 4x8        1 512x2   ring 2       0 persistent hoist
-layer_norm_gelu_16384 backward         2*256 4x8        1 256x1   ring 2       2 persistent
+layer_norm_gelu_8192 backward            256 4x8        1 256x1   ring 2       2 persistent hoist
+layer_norm_gelu_16384 forward            512 4x8        1 512x2   registers    0
+layer_norm_gelu_16384 backward         2*256 4x8        1 256x1   ring 2       2 persistent hoist
 layer_norm_gelu_32768 forward          2*1024 2x8        1 1024x1  ring 2       0 persistent hoist
-layer_norm_gelu_32768 backward         4*256 4x8        1 256x1   ring 2       2 persistent
+layer_norm_gelu_32768 backward         4*256 4x8        1 256x1   ring 2       2 persistent hoist
 layer_norm_gelu_65536 forward          2*1024 2x8*2      2 1024x1  ring 3       0 persistent
-layer_norm_gelu_65536 backward         8*256 4x8        1 256x1   ring 2       2 persistent
+layer_norm_gelu_65536 backward         8*256 4x8        1 256x1   ring 2       2 persistent hoist
 layer_norm_gelu_131072 forward         2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 layer_norm_gelu_131072 backward        8*256 8x8        1 256x1   ring 2       1 persistent
 soft_capped_softmax_64 forward             8 1x8       32 256x2   registers    2
@@ -137,9 +137,9 @@ soft_capped_softmax_2048 backward        128 2x8        1 128x6   registers    1
 soft_capped_softmax_4096 forward         128 4x8        1 128x6   registers    1
 soft_capped_softmax_4096 backward        256 2x8        1 256x3   registers    1
 soft_capped_softmax_8192 forward         256 4x8        1 256x3   registers    1
-soft_capped_softmax_8192 backward        512 2x8        1 512x2   ring 2       1 persistent hoist
-soft_capped_softmax_16384 forward        512 4x8        1 512x1   ring 2       1 persistent hoist
-soft_capped_softmax_16384 backward       512 4x8        1 512x1   ring 2       2 persistent hoist
+soft_capped_softmax_8192 backward        512 2x8        1 512x2   ring 2       1 persistent
+soft_capped_softmax_16384 forward        512 4x8        1 512x1   ring 2       1 persistent
+soft_capped_softmax_16384 backward       512 4x8        1 512x1   ring 2       2 persistent
 soft_capped_softmax_32768 forward        512 8x8        1 512x1   ring 2       1 persistent
 soft_capped_softmax_32768 backward     2*256 8x8        1 256x1   ring 2       2 persistent
 soft_capped_softmax_65536 forward      2*512 8x8        1 512x1   ring 2       1 persistent
@@ -402,7 +402,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_kept_schedules(cache, monkeypatch):
-    asked = {"lanes": 64, "hoist": True, "source": "ring"}
+    asked = {"lanes": 64, "hoist": "registers", "source": "ring"}
     assert tune.kept("text", H100) is None
     file = tune.keep("text", H100, asked, seconds=1e-3)
     assert [str(path) for path in cache.iterdir()] == [file]
@@ -482,13 +482,13 @@ def test_tune_takes_the_fastest(cache, monkeypatch):
 
     def measure(workloads, **options):
         return {
-            name: tune._timing.Timing((1.0 if plan == best.plan else 2.0,), "wall")
+            name: tune.timer.Timing((1.0 if plan == best.plan else 2.0,), "wall")
             for name, plan in workloads.items()
         }
 
     monkeypatch.setattr(tune._Operands, "__init__", lambda self, closed: None)
     monkeypatch.setattr(tune._Operands, "workload", lambda self, call: call.plan)
-    monkeypatch.setattr(tune._timing, "measure", measure)
+    monkeypatch.setattr(tune.timer, "measure", measure)
     monkeypatch.setattr(
         launcher,
         "compile",

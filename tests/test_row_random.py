@@ -17,7 +17,7 @@ import pytest
 import row_emulator
 from hypothesis import strategies as st
 
-from jaxnorm._primitive import closed_of
+from jaxnorm._primitive.programs import closed_of
 from jaxnorm._rows import primitive
 from jaxnorm._rows.call import row_call, simplified
 from jaxnorm._rows.equations import NotARowProgram
@@ -535,7 +535,7 @@ SCHEDULES = st.fixed_dictionaries(
         "cluster": st.sampled_from([1, 2, 4]),
         "rows_at_once": st.sampled_from([1, 2, 4]),
         "vector": st.sampled_from([1, 2, 4, 8]),
-        "hoist": st.booleans(),
+        "hoist": st.sampled_from(("", "registers", "shared")),
         "slots": st.sampled_from([1, 2]),
         "stages": st.sampled_from([1, 2, 3]),
         "blocks": st.sampled_from([1, 2, 4]),

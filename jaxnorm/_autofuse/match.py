@@ -13,7 +13,7 @@ import numpy as np
 from jaxnorm._autofuse.algebra import Ref, Term, whole
 from jaxnorm._autofuse.program import Value
 from jaxnorm._autofuse.values import Mapping, Node, compose
-from jaxnorm._primitive import acc_dtype
+from jaxnorm._primitive.arithmetic import acc_dtype
 
 
 @dataclasses.dataclass(frozen=True)

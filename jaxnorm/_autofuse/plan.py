@@ -22,7 +22,8 @@ from jaxnorm._autofuse.match import Left, Match
 from jaxnorm._autofuse.patterns import cross_entropy, norm, relu, softmax
 from jaxnorm._autofuse.program import Equation, Level, Program, Value
 from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconverted, unwidened
-from jaxnorm._primitive import run_equation, source_line, varying_axes
+from jaxnorm._primitive.avals import varying_axes
+from jaxnorm._primitive.programs import run_equation, source_line
 
 # What was checked and failed says more than what did not look right.
 _CHECKED = 2

@@ -26,7 +26,7 @@ from jaxnorm._autofuse.values import (
     is_one,
     unwidened,
 )
-from jaxnorm._primitive import open_jaxpr
+from jaxnorm._primitive.programs import open_jaxpr
 
 _CUSTOM_JVP = "custom_jvp_call"
 # The parameter with the jaxpr.

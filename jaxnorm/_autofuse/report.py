@@ -12,7 +12,8 @@ import jaxnorm
 from jaxnorm._autofuse.match import Match
 from jaxnorm._autofuse.plan import Replacement, line_of, original_function
 from jaxnorm._autofuse.rewrite import Rewritten, operation_function
-from jaxnorm._primitive import open_jaxpr, struct_of, varying_axes
+from jaxnorm._primitive.avals import struct_of, varying_axes
+from jaxnorm._primitive.programs import open_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,13 @@ from jaxnorm._autofuse.plan import (
 )
 from jaxnorm._autofuse.program import CALLS, Equation, Level, Value
 from jaxnorm._autofuse.values import View
-from jaxnorm._primitive import open_jaxpr, run_equation, vary_as, with_forward, without_dead_code
+from jaxnorm._primitive.avals import vary_as
+from jaxnorm._primitive.programs import (
+    open_jaxpr,
+    run_equation,
+    with_forward,
+    without_dead_code,
+)
 
 # Equations with programs inside: which parameters hold them.
 _BODIES = {

@@ -131,6 +131,24 @@ def _is_max(node) -> bool:
     return node.op == "reduce" and node.attr == ("max",) and node.level == 1
 
 
+def _maximum(node) -> Node | None:
+    """The row's maximum, if a node is that, or that with a finite number in place of -inf, below which nothing is."""
+    if (
+        node.op == "select"
+        and node.args[0].op == "eq"
+        and is_literal(node.args[0].args[1], -math.inf)
+    ):
+        tested, finite, kept = node.args[0].args[0], *node.args[1:]
+        if tested is kept and is_literal(finite) and math.isfinite(finite.attr):
+            node = kept
+    return node if _is_max(node) else None
+
+
+def _maximum_below(exponential) -> Node:
+    """The maximum that exp(x - maximum) is below."""
+    return _maximum(exponential.args[0].args[1])
+
+
 def _products(graph: Graph, node: Node):
     """[(factor of the row, exponential or None, element of phase 0 or None), ...] whose sum is the node, or None."""
     one = graph.literal(1, node.dtype) if node.floating else None
@@ -142,14 +160,14 @@ def _products(graph: Graph, node: Node):
         return [(one, None, node)]
     if node.op == "exp" and node.args[0].op == "sub":
         x, shift = node.args[0].args
-        if x.level == 0 and _is_max(shift):
+        if x.level == 0 and _maximum(shift):
             return [(one, node, None)]
     if node.op == "neg":
         inner = _products(graph, node.args[0])
         return inner and [(graph.neg(c), e, h) for c, e, h in inner]
     if node.op in ("add", "sub"):
         # x - mean is not opened; a shift by a maximum is.
-        if any(not a.column and a.level and not _is_max(a) for a in node.args):
+        if any(not a.column and a.level and not _maximum(a) for a in node.args):
             return None
         first, second = (_products(graph, a) for a in node.args)
         if first is None or second is None:
@@ -202,7 +220,7 @@ def _sums_below_max(graph, products) -> Node:
     """One reduction for each factor and maximum."""
     groups: dict[tuple, list] = {}
     for c, e, h in products:
-        maximum = None if e is None else e.args[0].args[1].number
+        maximum = None if e is None else _maximum_below(e).number
         groups.setdefault((c.number, maximum, h == DISTANCE), []).append((c, e, h))
     totals = []
     for (_, maximum, distance), products in groups.items():
@@ -218,7 +236,7 @@ def _sums_below_max(graph, products) -> Node:
 
 
 def _sum_below_max(graph, products, distance) -> Node:
-    maximum = products[0][0].args[0].args[1]
+    maximum = _maximum_below(products[0][0])
 
     def reduction(cores, *attr):
         dtype = cores[0].dtype

@@ -7,7 +7,8 @@ import numpy as np
 from jax.interpreters import batching
 
 from jaxnorm import _bits
-from jaxnorm._primitive import aval_like, define_formula
+from jaxnorm._primitive.avals import aval_like
+from jaxnorm._primitive.define import define_formula
 
 
 def pack(keep):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxnorm._primitive import cached_by_program
+from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit
@@ -17,6 +17,7 @@ from jaxnorm._rows.schedule import (
     Phases,
     Plan,
     exchanged_words,
+    keeps_columns,
     schedule,
     shared_bytes,
     with_fewer_blocks,
@@ -124,7 +125,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
     after = [b for b in outputs if b not in own]
     first_scratch = program.count + len(outputs)
     sums = [] if direct else phases.row_sums
-    group_dims = len(max((n.attr[0] for n in phases.row_sums), key=len, default=()))
+    group_dims = phases.group_dims
     blocks = plan.grid or (plan.blocks * device.multiprocessors if plan.persistent else 0)
     shapes = [_scratch_shape(n, program, plan, blocks, group_dims) for n in sums]
     if plan.grid:
@@ -138,7 +139,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
         cluster=plan.cluster,
         rows_per_tile=plan.rows_per_tile,
         blocks=blocks,
-        chunk_multiple=plan.vector if plan.shifted else 1,
+        chunk_multiple=plan.vector if plan.shifted and keeps_columns(phases, plan) else 1,
         group_dims=group_dims,
         sizes=_sizes(program),
         arguments=(*inputs, *own, *scratch),

@@ -134,10 +134,10 @@ class _Emitter(Grid):
         w(
             "(void)group, (void)warp, (void)lane_of_warp, (void)here, (void)lane, (void)tiles, (void)rows;"
         )
-        if plan.shifted:
-            # Rows of a persistent block lie on the grid alike: chunks are a multiple of the vector.
+        if self.alike:
+            # Chunks are a multiple of the vector.
             w(
-                f"const int shift = (int)(((u64)(first_row + chunk) * {self.program.width}u) % {plan.vector}u);"
+                f"const int shift = {self._shift_of('(first_row + chunk)')};  // of all of the block's rows"
             )
         if plan.source == "ring":
             self._ring()
@@ -148,6 +148,7 @@ class _Emitter(Grid):
         self._row_values(lambda n: not n.row, "values that all rows share", rows=(0,))
         self._sums_to_zero()
         self._hoist()
+        self._load_ahead("chunk", "0")
 
     def _tile(self):
         plan, w = self.plan, self.w
@@ -167,6 +168,7 @@ class _Emitter(Grid):
         done = set(self.done)
         self._row_pointers()
         self._row_values(lambda n: n.level == 0, "values of the row")
+        self._load_next_ahead()
         self._load_rows()
         for phase in range(self.phases.count):
             self._phase(phase)
@@ -174,19 +176,16 @@ class _Emitter(Grid):
         self.done = done
 
     def _number_rows(self):
-        plan, w = self.plan, self.w
+        w = self.w
         for u in self.rows:
-            number = f"tile * {plan.rows_per_tile}u"
-            if plan.groups > 1:
-                number += f" + group * {plan.rows_at_once * plan.passes}u"
-            if plan.passes > 1:
-                number += f" + pass * {plan.rows_at_once}u"
-            number += f" + {u}u" if u else ""
+            number = self._row_number(u, "tile", "pass")
             if self.ragged:
                 w(f"const u32 {self.row('number', u)} = {number};")
                 w(f"const bool {self.row('valid', u)} = {self.row('number', u)} < group_rows;")
                 number = f"({self.row('valid', u)} ? {self.row('number', u)} : group_rows - 1u)"
             w(f"const u32 {self.row('row', u)} = first_row + {number};")
+        if self.plan.shifted and not self.alike:
+            w(f"const int shift = {self._shift_of('row')};")
 
     def _phase(self, number):
         plan, w = self.plan, self.w

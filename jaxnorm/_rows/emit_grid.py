@@ -276,7 +276,7 @@ class Grid(Sums, Reductions):
         nodes = {n: None for root in roots for n in nodes_behind_sums(root) if n.after}
         w("")
         w("// results of sums over rows")
-        with self._over_slots(edges=False, staged=False):
+        with self._over_slots(edges=False):
             for o in outputs:
                 for panel in range(len(o.nodes)):
                     w(f"{c_type(compute_dtype(o.dtype))} result{o.number}_{panel}[{plan.vector}];")

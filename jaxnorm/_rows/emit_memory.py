@@ -1,6 +1,7 @@
 """The parts of a kernel that move data: what a kernel is made from, loads, stores, and what stays in registers."""
 
 import contextlib
+import functools
 import math
 
 from jaxnorm._rows.equations import NotARowProgram
@@ -16,7 +17,10 @@ from jaxnorm._rows.rules import Input, Output, Program
 from jaxnorm._rows.schedule import (
     Phases,
     Plan,
+    hoisted_inputs,
+    hoisted_layout,
     in_row_order,
+    keeps_columns,
     part_slots,
     row_pitch,
     shared_memory,
@@ -46,11 +50,14 @@ class Base:
         self.slots, self.part = slot_count(program, plan), part_slots(program, plan)
         stored = [i.dtype for i in self.wholes] + [o.dtype for o in self.phases.wholes]
         self.fast = bool(stored) and all(d.itemsize <= 2 for d in stored)
-        self.group_dims = len(max((n.attr[0] for n in self.phases.row_sums), key=len, default=()))
+        self.group_dims = self.phases.group_dims
+        self.hoisted = hoisted_inputs(program, plan, self.phases)
+        self.hoisted_offsets, _ = hoisted_layout(program, plan, self.phases)
+        #: whether all rows of a block lie alike on the grid of vectors
+        self.alike = plan.shifted and keeps_columns(self.phases, plan)
         self.levels = self.phases.count - 1
         self.done: set[Node] = set()
-        #: what is loaded as (input, panel, backwards)
-        self.loads = sorted({n.attr for n in self.phases.order if n.op == "input" and n.column})
+        self.loads = self.phases.loads
 
     def name(self, node: Node, u: int = 0) -> str:
         if node.op == "literal":
@@ -60,6 +67,10 @@ class Base:
 
     def row(self, name: str, u: int) -> str:
         return f"{name}_{u}" if self.plan.rows_at_once > 1 else name
+
+    def in_order(self, nodes) -> list[Node]:
+        """Nodes in the order in which they are computed."""
+        return sorted(nodes, key=lambda n: self.order[n])
 
     @staticmethod
     def raw(load) -> str:
@@ -119,7 +130,10 @@ class Memory(Base):
     def row_value(self, n: Node, u: int, row: str, name):
         """Declares a node that is one number for a row."""
         w, this = self.w, name(n, u)
-        if n.op == "input":
+        if n in self.ahead and name == self.name:
+            dtype = self.program.inputs[n.attr[0]].dtype
+            w(f"const {c_type(n.dtype)} {this} = {element(dtype, f'next_{this}', '0')};")
+        elif n.op == "input":
             i = self.program.inputs[n.attr[0]]
             self._load_one(n, i, this, addresses(self.program, i.layout, row))
         elif n.op == "input_at":
@@ -144,6 +158,56 @@ class Memory(Base):
         else:
             args = [name(a, u) for a in n.args]
             w(f"const {c_type(n.dtype)} {this} = {expression(n, args, self.fast)};")
+
+    # ---- one number for a row, loaded one turn before it is needed, as a ring fetches rows ----
+
+    @functools.cached_property
+    def ahead(self) -> frozenset[Node]:
+        """Operands with one number for a row that persistent blocks load a turn before."""
+        if not self.plan.persistent or self.plan.grid:
+            return frozenset()
+        found = (n for n in self.phases.order if n.op == "input" and n.row and not n.column)
+        return frozenset(n for n in found if not self.program.inputs[n.attr[0]].layout.bits)
+
+    def _row_number(self, u, tile, pass_) -> str:
+        """The number, within its group, of row u that a thread works on in a pass of a tile."""
+        plan = self.plan
+        number = f"{tile} * {plan.rows_per_tile}u"
+        if plan.groups > 1:
+            number += f" + group * {plan.rows_at_once * plan.passes}u"
+        if plan.passes > 1:
+            number += f" + {pass_} * {plan.rows_at_once}u"
+        return number + (f" + {u}u" if u else "")
+
+    def _load_ahead(self, tile, pass_):
+        """Declares and loads `next_...`, the words of the first rows' numbers."""
+        for n in self.in_order(self.ahead):
+            words = max(1, self.program.inputs[n.attr[0]].dtype.itemsize // 4)
+            for u in self.rows:
+                self.w(f"u32 next_{self.name(n, u)}[{words}];")
+        self._load_rows_ahead(tile, pass_)
+
+    def _load_next_ahead(self):
+        if not self.ahead:
+            return
+        tile, pass_ = "tile + chunks", "0"
+        if self.plan.passes > 1:
+            last = f"pass == {self.plan.passes - 1}"
+            self.w(f"const int next_tile = {last} ? tile + chunks : tile;")
+            self.w(f"const int next_pass = {last} ? 0 : pass + 1;")
+            tile, pass_ = "next_tile", "next_pass"
+        self._load_rows_ahead(f"({tile})", pass_)
+
+    def _load_rows_ahead(self, tile, pass_):
+        for u in self.rows if self.ahead else ():
+            with self.w.block():
+                number = self._row_number(u, tile, pass_)
+                self.w(f"const u32 row_ahead = first_row + min_of({number}, group_rows - 1u);")
+                for n in self.in_order(self.ahead):
+                    i = self.program.inputs[n.attr[0]]
+                    at = addresses(self.program, i.layout, "row_ahead")
+                    size = i.dtype.itemsize
+                    self.w(f"load<{size}>(next_{self.name(n, u)}, in{i.number} + ({at}) * {size});")
 
     def _random(self, n, u, row, column, name) -> str:
         strides, offset = n.attr
@@ -186,29 +250,40 @@ class Memory(Base):
         with w.block(f"auto fetch = [&](int tile, {'int round, ' if plan.parts else ''}int stage)"):
             w(f"const u32 first = (u32)tile * {plan.rows_per_tile}u;")
             w(f"const u32 count = min_of({plan.rows_per_tile}u, group_rows - first);")
-            if plan.parts:
-                of_round = plan.lanes * plan.slots
-                w(f"const int slot = round * {of_round};")
-                w(f"const int slots = max_of(min_of(here - slot, {of_round}), 0);")
-            elif plan.cluster > 1:
-                w("const int slot = 0, slots = here;")
-            if plan.shifted:
-                self._fetch_shifted()
-            else:
-                row_bytes = sum(
-                    i.panels * self.program.width * i.dtype.itemsize for i in self.staged
-                )
-                slot_bytes = sum(i.panels * plan.vector * i.dtype.itemsize for i in self.staged)
-                part = f"slots * {slot_bytes}u" if self.by_slots else f"{row_bytes}u"
-                w(f"barrier_expect(filled + stage, count * {part});")
-                for i in self.staged:
-                    self._fetch(i)
+            if self.by_slots:
+                self._slots_to_fetch()
+            row_bytes = sum(i.panels * self.program.width * i.dtype.itemsize for i in self.staged)
+            slot_bytes = sum(i.panels * plan.vector * i.dtype.itemsize for i in self.staged)
+            part = f"slots * {slot_bytes}u" if self.by_slots else f"{row_bytes}u"
+            w(f"barrier_expect(filled + stage, count * {part});")
+            for i in self.staged:
+                self._fetch(i)
         w.lines[-1] += ";"
 
     @property
     def by_slots(self) -> bool:
-        """Whether a stage has some of a row's slots instead of all."""
-        return self.plan.cluster > 1 or self.plan.parts
+        """Whether a stage has slots, some of a row's or shifted ones, instead of whole rows as they are in memory."""
+        return self.plan.cluster > 1 or self.plan.parts or self.plan.shifted
+
+    def _shift_of(self, row) -> str:
+        """How many columns before a row's first one the slot begins that has it."""
+        return f"(int)((u64){row} * {self.program.width}u % {self.plan.vector}u)"
+
+    def _slots_to_fetch(self):
+        """Declares `slot`, the first of a stage, and `slots`, how many there are."""
+        plan, w = self.plan, self.w
+        slot, slots = "0", "here"
+        if plan.parts:
+            of_round = plan.lanes * plan.slots
+            slot, slots = f"round * {of_round}", f"max_of(min_of(here - slot, {of_round}), 0)"
+        w(f"const int slot = {slot};")
+        if not plan.shifted:
+            w(f"const int slots = {slots};")
+            return
+        w(f"const int shift = {self._shift_of('(first_row + first)')};")
+        # Of the array's last row, the slot that goes beyond its end is not copied.
+        inside = f"first_row + first == rows - 1 ? ({self.program.width} + shift) / {plan.vector} : {self.slots}"
+        w(f"const int slots = max_of(min_of({slots}, ({inside}) - start - slot), 0);")
 
     def _fetch_of(self, number) -> tuple[str, str]:
         """(the tile of a stage, the call that fetches it); stages have numbers from a block's first one on."""
@@ -247,25 +322,6 @@ class Memory(Base):
             last = "thread == 0"
         w(f"if ({last} && {tile} < tiles) {fetch};")
 
-    def _fetch_shifted(self):
-        """Copies rows that begin anywhere: whole units of 16 bytes around them, but none beyond the array's end."""
-        w, width = self.w, self.program.width
-        w("const u64 place = (u64)(first_row + first);")
-        for i in self.staged:
-            size, n = i.dtype.itemsize, i.number
-            w(
-                f"const u64 begin{n} = place * {width * size}u / 16 * 16, end{n} = (place + count) * {width * size}u;"
-            )
-            w(
-                f"const u64 above{n} = min_of((end{n} + 15) / 16 * 16, (u64)rows * {width * size}u / 16 * 16);"
-            )
-        total = " + ".join(f"(above{i.number} - begin{i.number})" for i in self.staged)
-        w(f"barrier_expect(filled + stage, (u32)({total}));")
-        for i in self.staged:
-            n = i.number
-            to = f"shared + stage * {self.stage_bytes} + {self.stage_offsets[n]}"
-            w(f"bulk_load({to}, in{n} + begin{n}, (u32)(above{n} - begin{n}), filled + stage);")
-
     def _fetch(self, i: Input):
         plan, w, size = self.plan, self.w, i.dtype.itemsize
         pitch = row_pitch(self.program, self.plan, i)
@@ -278,6 +334,7 @@ class Memory(Base):
             return
         with w.block("for (u32 k = 0; k < count; ++k)"):
             start = addresses(self.program, i.layout, "(first_row + first + k)")
+            start += " - shift" if plan.shifted else ""
             w(f"const char* const from = in{i.number} + ({start}) * {size};")
             if not self.by_slots:
                 w(f"bulk_load({to} + k * {pitch}u, from, {pitch}u, filled + stage);")
@@ -293,14 +350,8 @@ class Memory(Base):
     def _row_pointers(self):
         w = self.w
         staged = {i.number for i in self.staged}
-        if self.plan.shifted and staged:
-            # The last row of the array is copied without its last bytes.
-            w(f"const int copied = {self.program.width} - (row == rows - 1 ? 16 : 0);")
-            for i in self.staged:
-                row_bytes = self.program.width * i.dtype.itemsize
-                w(f"const int place_of_in{i.number} = (int)((u64)row * {row_bytes}u % 16);")
         for i in [*self.wholes, *self.columns]:
-            if (i.number in staged and not self.plan.shifted) or (not i.whole and self._hoisted(i)):
+            if (i.number in staged and not self.plan.shifted) or i in self.hoisted:
                 continue
             for u in self.rows if i.whole or not self._alike(i) else (0,):
                 offset = addresses(self.program, i.layout, self.row("row", u))
@@ -331,10 +382,6 @@ class Memory(Base):
                 return False
         return True
 
-    def _hoisted(self, i: Input) -> bool:
-        """Whether a column operand is loaded once for all rows of the block."""
-        return self.plan.hoist and all(k < self.group_dims for k in i.layout.rows)
-
     @property
     def whole_rounds(self) -> bool:
         """Whether all slots that threads count exist."""
@@ -342,9 +389,13 @@ class Memory(Base):
         return plan.rounds * plan.slots * plan.lanes * plan.cluster == self.slots
 
     @contextlib.contextmanager
-    def _over_slots(self, edges=True, staged=True):
-        """A loop over the thread's slots: `first` is the slot's first column, `edge` whether part of it is outside."""
-        plan, w = self.plan, self.w
+    def _over_slots(self, edges=True, rows=True):
+        """A loop over the thread's slots: `first` is the slot's first column.
+
+        Of shifted slots, `edge` says whether part of a slot is outside of the row, and `missing` whether part of it is
+        behind the end of the array. What is outside of the row otherwise belongs to its neighbours, and may be read.
+        """
+        plan, w, width = self.plan, self.w, self.program.width
         with w.block(f"UNROLL for (int k = 0; k < {plan.slots}; ++k)"):
             turn = f"(round * {plan.slots} + k)" if plan.rounds > 1 else "k"
             w(f"const int slot = {turn} * {plan.lanes} + lane;")
@@ -353,14 +404,15 @@ class Memory(Base):
                 shift = " - shift" if plan.shifted else ""
                 w(f"const int first = (start + slot) * {plan.vector}{shift};")
                 if plan.shifted and edges:
-                    # Of the unrolled slots, the first and the last ones alone are compiled with a test.
-                    clipped = staged and bool(self.staged)
-                    end = self.program.width - (16 if clipped else 0)
-                    last = end // plan.vector // plan.lanes
-                    inside = (
-                        f"first >= 0 && first + {plan.vector} <= {'copied' if clipped else end}"
-                    )
-                    w(f"const bool edge = ({turn} == 0 || {turn} >= {last}) && !({inside});")
+                    # Of the unrolled slots, the first and the last ones alone are compiled with a test. A cluster's
+                    # last block has the row's end.
+                    last = width // plan.vector - (plan.cluster - 1) * self.part
+                    at_end = f"{turn} >= {max(0, last) // plan.lanes}"
+                    w(f"const bool behind = {at_end} && first + {plan.vector} > {width};")
+                    w(f"const bool edge = behind || ({turn} == 0 && first < 0);")
+                    w("(void)edge;")
+                    if rows:
+                        w("const bool missing = behind && row == rows - 1;")
                 w("(void)first;")
                 yield
 
@@ -371,7 +423,7 @@ class Memory(Base):
         size, width = i.dtype.itemsize, self.program.width
         alike = not i.whole and self._alike(i)
         row = self.row(f"row_of_in{number}", 0 if alike else u)
-        if not i.whole and self._hoisted(i):
+        if i in self.hoisted:
             row = f"(in{number} + ({addresses(self.program, i.layout, 'first_row')}) * {size})"
         if i.layout.bits:
             w(f"load<1>({target}, {row} + {panel * width // 8} + first / 8);")
@@ -380,19 +432,14 @@ class Memory(Base):
             group = f"(group * {plan.rows_at_once * plan.passes} + " if plan.groups > 1 else "("
             which = f"{group}{f'pass * {plan.rows_at_once} + ' if plan.passes > 1 else ''}{u})"
             pitch = row_pitch(self.program, self.plan, i)
-            place = 0 if plan.shifted else panel * pitch // i.panels
-            at = f"staged + {self.stage_offsets[number] + place} + {which} * {pitch}"
-            if plan.shifted:
-                # What lies at the row's ends comes from memory itself.
-                whole = f"load_shared<{plan.vector * size}>({target}, {at} + place_of_in{number} + first * {size});"
-                w(
-                    f"if (edge) load_elements<{size}, {plan.vector}>({target}, {row}, first, 1, {width}); else {whole}"
-                )
-            else:
-                slot = f"(k * {plan.lanes} + lane)" if plan.parts else "slot"
-                w(
-                    f"load_shared<{plan.vector * size}>({target}, {at} + {slot} * {plan.vector * size});"
-                )
+            slot = f"(k * {plan.lanes} + lane)" if plan.parts else "slot"
+            at = (
+                f"staged + {self.stage_offsets[number] + panel * pitch // i.panels} + {which} * {pitch}"
+                f" + {slot} * {plan.vector * size}"
+            )
+            whole = f"load_shared<{plan.vector * size}>({target}, {at});"
+            end = f"load_elements<{size}, {plan.vector}>({target}, {row}, first, 1, {width})"
+            w(f"if (missing) {end}; else {whole}" if plan.shifted else whole)
             return
         row = f"{row} + {panel * width * size}" if panel else row
         one_by_one = f"load_elements<{size}, {plan.vector}>({target}, {row}, "
@@ -403,7 +450,8 @@ class Memory(Base):
             w(f"if (edge) {one_by_one}first, 1, {width}); else {inside}")
         else:
             load = f"load<{plan.vector * size}>({target}, {row} + (long long)first * {size});"
-            w(f"if (edge) {one_by_one}first, 1, {width}); else {load}" if plan.shifted else load)
+            end = f"{one_by_one}first, 1, {width})"
+            w(f"if (missing) {end}; else {load}" if plan.shifted else load)
 
     def _words(self, i: Input) -> int:
         return 1 if i.layout.bits else max(1, self.plan.vector * i.dtype.itemsize // 4)
@@ -434,23 +482,41 @@ class Memory(Base):
 
     def _hoist(self):
         plan, w = self.plan, self.w
-        hoisted = [
-            x
-            for x in self.loads
-            if not self.program.inputs[x[0]].whole and self._hoisted(self.program.inputs[x[0]])
-        ]
-        if not hoisted:
+        loads = [x for x in self.loads if self.program.inputs[x[0]] in self.hoisted]
+        if not loads:
             return
         w("// operands that all rows of this block share")
-        for load in hoisted:
-            w(f"u32 {self.raw(load)}[{plan.slots}][{self._words(self.program.inputs[load[0]])}];")
-        with self._over_slots(staged=False):
-            for load in hoisted:
-                self._load(load, 0, f"{self.raw(load)}[k]")
+        if plan.hoist == "registers":
+            for load in loads:
+                words = self._words(self.program.inputs[load[0]])
+                w(f"u32 {self.raw(load)}[{plan.slots}][{words}];")
+        with self._over_slots(rows=False):
+            for load in loads:
+                if plan.hoist == "registers":
+                    self._load(load, 0, f"{self.raw(load)}[k]")
+                else:
+                    words = f"words_{self.raw(load)}"
+                    w(f"u32 {words}[{self._words(self.program.inputs[load[0]])}];")
+                    self._load(load, 0, words)
+                    self._hoisted_words(load, "store<{bytes}>({at}, {words});", words)
+
+    def _hoisted_words(self, load, text, words):
+        """Moves a slot's words to or from the place in shared memory where this thread alone reads them.
+
+        Units of 16 bytes that neighbouring threads have lie side by side.
+        """
+        plan = self.plan
+        offset = self.memory.operands + self.hoisted_offsets[load]
+        size = plan.vector * self.program.inputs[load[0]].dtype.itemsize
+        unit = min(size, 16)
+        for j in range(size // unit):
+            place = f"(k * {plan.lanes} + lane) * {unit}"
+            at = f"shared + {offset + j * unit * plan.slots * plan.lanes} + {place}"
+            self.w(text.format(bytes=unit, at=at, words=f"{words} + {4 * j}" if j else words))
 
     def _shared(self, load) -> bool:
         i = self.program.inputs[load[0]]
-        return not i.whole and self._alike(i) and not self._hoisted(i)
+        return not i.whole and self._alike(i) and i not in self.hoisted
 
     def _slot_words(self, load, u, loaded):
         """Declares `w<input>_<panel>`, the words of this slot."""
@@ -458,8 +524,11 @@ class Memory(Base):
         name = f"w{self.raw(load)[1:]}"
         if load in loaded:
             self.w(f"const u32* const {name} = {self.row(self.raw(load), u)}[k];")
-        elif not i.whole and self._hoisted(i):
+        elif i in self.hoisted and self.plan.hoist == "registers":
             self.w(f"const u32* const {name} = {self.raw(load)}[k];")
+        elif i in self.hoisted:
+            self.w(f"u32 {name}[{self._words(i)}];")
+            self._hoisted_words(load, "load_shared<{bytes}>({words}, {at});", name)
         else:
             self.w(f"u32 {name}[{self._words(i)}];")
             self._load(load, u, name)

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxnorm._primitive import FORMULAS, open_jaxpr, source_line, trace_context
+from jaxnorm._primitive.define import FORMULAS
+from jaxnorm._primitive.programs import open_jaxpr, source_line, trace_context
 
 # Primitives that run a jaxpr once, and the parameter that holds it.
 CALLS = {

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from jaxnorm import _lib
-from jaxnorm._primitive import open_jaxpr
+from jaxnorm._primitive.programs import open_jaxpr
 from jaxnorm._rows import launcher
 from jaxnorm._rows.call import Call, simplified
 from jaxnorm._rows.emit import preamble

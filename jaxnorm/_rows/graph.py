@@ -319,9 +319,9 @@ class Graph:
     def _terms(self, node) -> list[tuple[Node, Node]]:
         """(factor of the row, core) whose products' sum is this node's sum over a panel."""
         factor, core = self._factors(node)
-        label = self._one_hot(core)
-        if label is not None:
-            return [(self.mul(factor, label), self.literal(1, core.dtype))]
+        value = self._at_label(core)
+        if value is not None:
+            return [(self.mul(factor, value), self.literal(1 / self.width, core.dtype))]
         opened = None
         if core.level > 0 and core.op in ("add", "sub") and not _is_shift(core):
             opened = core, self.literal(1, core.dtype)
@@ -345,15 +345,20 @@ class Graph:
                 return [(self.mul(factor, c), x) for c, x in first + second]
         return [(factor, core)]
 
-    def _one_hot(self, core) -> Node | None:
-        """The mean over a panel of a row's value at its label and 0 elsewhere."""
-        if core.op != "select" or core.args[1].column or not is_literal(core.args[2], 0):
+    def _at_label(self, core) -> Node | None:
+        """The one element of a row that is not 0, where a label selects it; None of other nodes."""
+        if core.op != "select" or not is_literal(core.args[2], 0):
             return None
         condition = core.args[0]
         if condition.op != "eq":
             return None
         iota, label = condition.args if condition.args[0].op == "iota" else condition.args[::-1]
         if iota.op != "iota" or label.column:
+            return None
+        value = core.args[1]
+        if value.column:
+            value = self.at(value, label) if iota.attr == 0 else None
+        if value is None:
             return None
         first = self.literal(iota.attr, label.dtype)
         last = self.literal(iota.attr + self.width - 1, label.dtype)
@@ -365,8 +370,7 @@ class Graph:
             ),
             dtype=BOOL,
         )
-        mean = self.mul(core.args[1], self.literal(1 / self.width, core.dtype))
-        return self.select(inside, mean, self.literal(0, core.dtype))
+        return self.select(inside, value, self.literal(0, core.dtype))
 
     def at(self, node: Node, label: Node) -> Node | None:
         """`node` at the row's column number `label`: one element is loaded, no row is scanned. None if that fails."""

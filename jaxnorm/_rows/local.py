@@ -27,14 +27,9 @@ import numpy as np
 from jax.experimental.custom_partitioning import CompoundFactor
 
 from jaxnorm import _bits
-from jaxnorm._primitive import (
-    Partition,
-    acc_dtype,
-    cached_by_program,
-    closed_of,
-    open_jaxpr,
-    sharding_factors,
-)
+from jaxnorm._primitive.arithmetic import acc_dtype
+from jaxnorm._primitive.partition import Partition, sharding_factors
+from jaxnorm._primitive.programs import cached_by_program, closed_of, open_jaxpr
 from jaxnorm._rows.equations import (
     Constant,
     Equation,

@@ -28,23 +28,24 @@ from jax.extend.core import Literal
 from jax.interpreters import ad, batching
 
 from jaxnorm import _lib
-from jaxnorm._primitive import (
-    NOT_MAPPED,
+from jaxnorm._primitive.avals import (
     aval_like,
-    cached_by_program,
-    closed_of,
     cotangent_aval,
-    define_compiled,
-    define_dce,
-    define_formula,
-    open_jaxpr,
-    pruned,
-    run_program,
     same_place,
     spec_of,
     vary_alike,
     varying_axes,
 )
+from jaxnorm._primitive.calls import Call
+from jaxnorm._primitive.define import define_compiled, define_dce, define_formula
+from jaxnorm._primitive.programs import (
+    cached_by_program,
+    closed_of,
+    open_jaxpr,
+    pruned,
+    run_program,
+)
+from jaxnorm._primitive.rules import NOT_MAPPED, is_present, mapped_size, zero
 from jaxnorm._rows import launcher, local, save, tune
 from jaxnorm._rows.bits import pack_bits_p
 from jaxnorm._rows.call import compiled_row_call, device_here
@@ -335,14 +336,6 @@ def narrowed_of(
     )
 
 
-def _has_tangent(t) -> bool:
-    return type(t) is not ad.Zero and jax.typeof(t).dtype != jax.dtypes.float0
-
-
-def _zero_tangent(y):
-    return ad.Zero(jax.typeof(y).to_tangent_aval())
-
-
 # ---- mapped axes ----
 
 
@@ -403,14 +396,14 @@ def _program_abstract(*avals, jaxpr):
 
 def _program_jvp(primals, tangents, *, jaxpr):
     closed = typed(jaxpr, _avals(primals))
-    split = split_of(closed, tuple(map(_has_tangent, tangents)))
+    split = split_of(closed, tuple(map(is_present, tangents)))
     forward = closed if split.forward is _ITSELF else split.forward
     results = run(forward, [*primals, *split.constants])
     # Named here: a name that the user gives to a result names another value.
     for i in {i for kind, i in split.residuals if kind == "result"}:
         results[i] = checkpoint_name(results[i], SAVED)
     count = len(closed.out_avals)
-    dots: list = [_zero_tangent(y) for y in results[:count]]
+    dots: list = [zero(y) for y in results[:count]]
     if split.active:
         sources = {"operand": primals, "result": results}
         residuals = [sources[k][i] if k in sources else i for k, i in split.residuals]
@@ -425,7 +418,7 @@ def _program_jvp(primals, tangents, *, jaxpr):
 
 def _program_transpose(cotangents, *operands, jaxpr):
     linear = tuple(map(ad.is_undefined_primal, operands))
-    present = tuple(type(ct) is not ad.Zero for ct in cotangents)
+    present = tuple(map(is_present, cotangents))
     gradients: Any = iter([])
     if any(present):
         program = transposed_of(jaxpr, linear, present)
@@ -455,7 +448,7 @@ def _program_prune(used, params):
 
 def _program_call(*avals, jaxpr):
     compiled = compiled_call(typed(jaxpr, avals))
-    return compiled and (compiled.attributes, compiled.scratch)
+    return compiled and Call(TARGET, compiled.attributes, compiled.scratch)
 
 
 def kernel_program(closed):
@@ -504,11 +497,10 @@ def _warn_fallback(reason: str) -> None:
     )
 
 
-row_program_p = define_formula("row_program", abstract=_program_abstract, formula=_program_formula)
-define_compiled(
-    row_program_p,
+row_program_p = define_compiled(
+    "row_program",
+    abstract=_program_abstract,
     formula=_program_formula,
-    target=TARGET,
     call=_program_call,
     sharding_rule=local.sharding_rule,
     partition=functools.partial(local.partition, run=run),
@@ -545,20 +537,20 @@ def _tangent_abstract(*avals, jaxpr, residuals):
 
 
 def _tangent_jvp(primals, tangents, *, jaxpr, residuals):
-    varied = tuple(map(_has_tangent, tangents))
+    varied = tuple(map(is_present, tangents))
     if any(varied[:residuals]):
         return _program_jvp(primals, tangents, jaxpr=_tangent_program(jaxpr, residuals))
     results = row_tangent_p.bind(*primals, jaxpr=jaxpr, residuals=residuals)
     cotangents = (True,) * len(results)
     program, kept, taken = narrowed_of(jaxpr, residuals, varied[residuals:], cotangents)
     if not any(taken):
-        return results, list(map(_zero_tangent, results))
+        return results, list(map(zero, results))
     operands = [*_where(primals[:residuals], kept), *_where(tangents[residuals:], taken)]
     return results, row_tangent_p.bind(*_alike(operands), jaxpr=program, residuals=sum(kept))
 
 
 def _tangent_transpose(cotangents, *operands, jaxpr, residuals):
-    present = tuple(type(ct) is not ad.Zero for ct in cotangents)
+    present = tuple(map(is_present, cotangents))
     known, linear = operands[:residuals], operands[residuals:]
     taken = (True,) * len(linear)
     if not all(present):
@@ -571,7 +563,7 @@ def _tangent_transpose(cotangents, *operands, jaxpr, residuals):
 
 
 def _tangent_batch(args, dims, *, jaxpr, residuals):
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not NOT_MAPPED)
+    size = mapped_size(args, dims)
     args, dims, at = _mapped(list(args), dims)
     dims = list(dims)
     for i in range(residuals, len(args)):

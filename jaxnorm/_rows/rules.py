@@ -7,7 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxnorm._primitive import cached_by_program
+from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows.equations import Constant, Equation, NotARowProgram, Value, flatten
 from jaxnorm._rows.graph import BOOL, DOUBLE, FLOAT, INT, UINT, Graph, Node, is_literal
 from jaxnorm._rows.view import Layout, View

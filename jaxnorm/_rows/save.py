@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxnorm._primitive import closed_of, open_jaxpr, run_equation, vary_along
+from jaxnorm._primitive.avals import vary_along
+from jaxnorm._primitive.programs import closed_of, open_jaxpr, run_equation
 from jaxnorm._rows import equations
 from jaxnorm._rows.bits import pack, packed_aval, unpack
 from jaxnorm._rows.equations import NotARowProgram

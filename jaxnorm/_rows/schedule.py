@@ -58,12 +58,15 @@ REGISTERS = 65536  # of a multiprocessor
 REGISTERS_MAX = 255  # of a thread
 # Registers of addresses, loop counters and intermediate results, besides what is held.
 REGISTERS_OTHER = 34
-# Rows of so many bytes are fetched ahead even where nothing is summed over rows: too few of them fit in registers.
-LONG_ROW = 24 * 1024
+# Where nothing is summed over rows, rows whose arrays have more bytes are fetched ahead: registers hold too few rows.
+# The least is for programs whose phases take time, the most for others that have one exchange a row at most.
+LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
 # Elements of a row, or of a block's part of it, beyond which one block of 1024 threads is not enough.
 LONG_PART = 16 * 1024
 # Of the shared memory of a ring whose stages have parts of rows, what rows may fill; the rest is fetched ahead.
 PARTS_FILL = 0.68
+# Elements of a row that a thread may have where that leaves fewer threads idle.
+SLOT_ELEMENTS = 40
 # So many instructions for each byte from or to memory cost no time: nothing needs to be kept from phase to phase.
 FREE_INSTRUCTIONS = 8
 
@@ -85,7 +88,8 @@ class Plan:
       stages: of the ring.
       blocks: for which a multiprocessor must have registers.
       persistent: whether blocks go from tile to tile, which sums over rows need.
-      hoist: whether column operands stay in registers from row to row.
+      hoist: where column operands stay from row to row: in "registers", in "shared" memory, of which each thread reads
+        what it has written itself, or "" if each row reads them again.
       hold_shared: whether each phase reads a ring's stage again, instead of holding it in registers.
       keep: numbers of the nodes whose values stay in registers from phase to phase; others are computed again.
       shifted: whether slots lie on the grid of the vectors in memory instead of beginning with the row: rows whose
@@ -109,7 +113,7 @@ class Plan:
     stages: int
     blocks: int
     persistent: bool
-    hoist: bool
+    hoist: str
     hold_shared: bool
     keep: frozenset
     shifted: bool
@@ -172,6 +176,8 @@ class Phases:
         self.order = _in_order([n for o in program.outputs for n in o.nodes])
         reductions = [n for n in self.order if n.op == "reduce"]
         self.row_sums = [n for n in self.order if n.op == "row_sum"]
+        #: how many leading row dimensions make groups, whose sums over rows stay apart
+        self.group_dims = len(max((n.attr[0] for n in self.row_sums), key=len, default=()))
         levels = max((n.level for n in reductions), default=0)
         self.reductions = [[n for n in reductions if n.level == p + 1] for p in range(levels)] + [
             []
@@ -189,6 +195,11 @@ class Phases:
     def cost(self) -> float:
         """Instructions for an element if nothing is computed twice."""
         return sum(n.cost for n in self.order if n.column)
+
+    @property
+    def loads(self) -> list[tuple[int, int, bool]]:
+        """What has columns and is loaded: (number of an input, panel, whether backwards)."""
+        return sorted({n.attr for n in self.order if n.op == "input" and n.column})
 
     def inputs(self, whole: bool) -> list[int]:
         """Numbers of the inputs that have columns: the ones with all rows, or the ones without."""
@@ -280,16 +291,20 @@ class _Scheduler:
 
     def plan(self) -> Plan:
         vector, shifted = self._vector()
-        width = self.program.width
-        count = -(-(width + vector - 1) // vector) if shifted else width // vector
-        long = count > 128
+        count = slots_of(self.program.width, vector, shifted)
         can_ring = self._can_ring(vector, shifted)
-        if shape := self._grid(vector, count, can_ring and self._can_cut(vector, shifted)):
+        if shape := self._grid(vector, count, can_ring and not shifted and self._can_cut(vector)):
             return self._plan_of_grid(shape, vector)
-        source = self._source(count, long, can_ring, shifted)
-        if source == "ring" and self._in_parts(vector, shifted):
-            return self._plan_of_parts(vector, count)
-        cluster = self._cluster(source, shifted, vector)
+        source = self._source(count, count > 128, can_ring)
+        persistent = source == "ring" or self.sums
+        if shifted and self.columns and not persistent and "vector" not in self.asked:
+            # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
+            vector = max(2, math.gcd(self.program.width, vector))
+            count = slots_of(self.program.width, vector, shifted)
+        long = count > 128
+        if source == "ring" and self._in_parts(vector):
+            return self._plan_of_parts(vector, count, shifted)
+        cluster = self._cluster(source, vector)
         if source == "ring" and not self._fits_ring(cluster):
             source, cluster = "stream", 1
         part = -(-count // cluster)
@@ -308,7 +323,6 @@ class _Scheduler:
             else max(lanes, 128 if lanes == 32 else 256)
         )
         threads = self.asked.get("threads") or threads
-        persistent = source == "ring" or self.sums
         if source == "ring" and lanes <= 32:
             while (
                 threads > 32
@@ -322,12 +336,11 @@ class _Scheduler:
         if lanes <= 32 and cluster == 1 and groups * lanes >= 32:
             threads = groups * lanes
         at_once = self._rows_at_once(
-            source, cluster, long, vector, groups, group_rows, shifted, slots * elements
+            source, cluster, long, vector, groups, group_rows, shifted, slots * elements, threads
         )
         passes = 1
         if source == "ring" and cluster == 1 and not shifted:
             passes = self._passes(groups, at_once, group_rows)
-        most_hoisted = 16 if self.heavy else 32
         plan = Plan(
             source=source,
             vector=vector,
@@ -341,9 +354,7 @@ class _Scheduler:
             stages=0,
             blocks=1,
             persistent=persistent,
-            hoist=self.asked.get(
-                "hoist", persistent and rounds == 1 and slots * elements <= most_hoisted
-            ),
+            hoist=self._hoist(persistent and rounds == 1, slots * elements),
             hold_shared=source == "ring" and not (cluster > 1 and len(self.wholes) == 1),
             keep=frozenset(),
             shifted=shifted,
@@ -355,9 +366,23 @@ class _Scheduler:
 
     def _with_stages(self, plan, wanted) -> Plan:
         """The plan with as many stages as are asked for or wanted, and fit."""
-        most = (self.device.shared_bytes - 4096) // max(stage_bytes(self.program, plan), 1)
+        room = self.device.shared_bytes - 4096
+        stage = max(stage_bytes(self.program, plan), 1)
+        if plan.hoist == "shared" and 2 * stage + hoisted_layout(self.program, plan)[1] > room:
+            plan = dataclasses.replace(plan, hoist="")
+        most = (room - hoisted_layout(self.program, plan)[1]) // stage
         stages = max(1, min(self.asked.get("stages") or wanted, most))
         return dataclasses.replace(plan, stages=stages)
+
+    def _hoist(self, possible, elements) -> str:
+        """Where column operands stay, of which a thread has as many elements as of the row."""
+        if not possible or not self.columns:
+            return ""
+        if "hoist" in self.asked:
+            return self.asked["hoist"]
+        if elements <= (16 if self.heavy else 32):
+            return "registers"
+        return "shared"
 
     def _vector(self) -> tuple[int, bool]:
         """(columns of a slot, whether slots are shifted)."""
@@ -373,9 +398,7 @@ class _Scheduler:
         aligned = math.gcd(width, vector)
         if aligned == vector or width < 512 or not self._can_shift():
             return aligned, False
-        # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
-        shifted = min(vector, 2 if self.columns else 8)
-        return (shifted, True) if shifted > aligned else (aligned, False)
+        return vector, True
 
     def _can_shift(self) -> bool:
         rows = self.program.row_sizes
@@ -399,11 +422,15 @@ class _Scheduler:
             self.device.clusters
             and vector > 1
             and bool(staged)
-            and (shifted or all(self.program.width * i.dtype.itemsize % 16 == 0 for i in staged))
+            and (
+                self._can_cut(vector)
+                if shifted
+                else all(self.program.width * i.dtype.itemsize % 16 == 0 for i in staged)
+            )
             and all(not _backwards(self.phases, i.number) for i in staged)
         )
 
-    def _source(self, count, long, can_ring, shifted) -> str:
+    def _source(self, count, long, can_ring) -> str:
         if "source" in self.asked:
             return (
                 "registers"
@@ -412,11 +439,7 @@ class _Scheduler:
             )
         if not self.phases.wholes and not self.sums and self.levels <= 1 and count >= 1024:
             return "stream"
-        if (
-            can_ring
-            and self.levels
-            and (self.row_bytes > LONG_ROW or (self.sums and (long or self.heavy)))
-        ):
+        if can_ring and self.levels and self._fetched_ahead():
             return "ring"
         # Registers hold what a block of 1024 threads can have beside their work: 32 words of data each.
         words = self.row_bytes / 4 + self.program.width * len(self.phases.row_sums)
@@ -429,6 +452,19 @@ class _Scheduler:
             else self._one_phase(count)
         )
 
+    def _fetched_ahead(self) -> bool:
+        if self.sums:
+            return not self._columns_vary
+        if not self.cheap:
+            return self.row_bytes > LONG_ROWS[0]
+        quick = self.levels == 1 and (len(self.wholes) > 1 or 2 * self.work <= FREE_INSTRUCTIONS)
+        return self.row_bytes > LONG_ROWS[2 if quick else 1] * len(self.wholes)
+
+    @property
+    def _columns_vary(self) -> bool:
+        """Whether rows of a block have column operands of their own."""
+        return any(k >= self.phases.group_dims for i in self.columns for k in i.layout.rows)
+
     def _one_phase(self, count) -> str:
         """Without reductions and sums over rows, a row is a number of independent slots."""
         return "stream" if count * self.panels > THREADS_MAX * 4 else "registers"
@@ -437,51 +473,73 @@ class _Scheduler:
         """Whether a cluster's blocks hold a row twice, one stage being fetched while another one is used."""
         return 2 * self.row_bytes / cluster <= self.device.shared_bytes - 8192
 
-    def _can_cut(self, vector, shifted) -> bool:
+    def _can_cut(self, vector) -> bool:
         """Whether bulk copies can fetch a part of a row, which is whole units of 16 bytes."""
         staged = [i for i in self.wholes if not i.layout.bits]
-        return not shifted and all(vector * i.dtype.itemsize % 16 == 0 for i in staged)
+        return all(vector * i.dtype.itemsize % 16 == 0 for i in staged)
 
-    def _cluster(self, source, shifted, vector) -> int:
-        if source != "ring" or not self._can_cut(vector, shifted):
+    def _cluster(self, source, vector) -> int:
+        if source != "ring" or not self._can_cut(vector):
             return 1
         if "cluster" in self.asked:
             return self.asked["cluster"]
         # An exchange within a block costs less than one between blocks.
-        width, whole = self.program.width * self.panels, (self.device.shared_bytes - 8192) // 2
-        most = 2 * LONG_PART if not self.sums else (256 if self.heavy else 512) * 32
+        room = self.device.shared_bytes - 8192
+        if self._columns_stay:
+            needed = 2 * self.row_bytes + self.column_bytes
+            return next(c for c in (1, 2, 4, 8) if needed <= room * c)
+        width, whole = self.program.width * self.panels, room // 2
+        most = 2 * LONG_PART if not self.sums else 256 * 32 if self.heavy else 512 * 24
         alone = LONG_PART if self.cheap and not self.sums else most
         if self.row_bytes <= whole and width <= alone:
             return 1
         fits = (c for c in (2, 4, 8) if self.row_bytes <= whole * c and width <= most * c)
         return next(fits, 8)
 
-    def _in_parts(self, vector, shifted) -> bool:
+    def _in_parts(self, vector) -> bool:
         """Whether the stages of a ring have parts of rows."""
-        if self.sums or not self._can_cut(vector, shifted):
+        if self.sums or not self._can_cut(vector):
             return False
         if "parts" in self.asked:
             return self.asked["parts"]
+        if self._columns_stay:
+            return False
         pair = self._fits_ring(2) and self.program.width * self.panels <= 2 * LONG_PART
         fits = self.row_bytes <= 8 * PARTS_FILL * self.device.shared_bytes
         return self.cheap and fits and not pair
 
-    @functools.cached_property
+    @property
     def cheap(self) -> bool:
         """Whether each phase may compute everything again."""
+        return self.work <= FREE_INSTRUCTIONS
+
+    @functools.cached_property
+    def work(self) -> float:
+        """Instructions for each byte from or to memory, if each phase computes everything again."""
         stored = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
         instructions = sum(n.cost for phase in self.phases.evaluated(()) for n in phase)
-        return instructions * self.program.width <= FREE_INSTRUCTIONS * (self.row_bytes + stored)
+        return instructions * self.program.width / max(1, self.row_bytes + stored)
 
-    def _plan_of_parts(self, vector, count) -> Plan:
+    @functools.cached_property
+    def column_bytes(self) -> int:
+        return sum(i.layout.columns * i.dtype.itemsize for i in self.columns)
+
+    @functools.cached_property
+    def _columns_stay(self) -> bool:
+        """Whether long rows are held whole because reading column operands for each would cost more than the row."""
+        room = 8 * (self.device.shared_bytes - 8192)
+        fits = 2 * self.row_bytes + self.column_bytes <= room
+        little = 2 * self.work <= FREE_INSTRUCTIONS
+        return not self.sums and little and fits and self.column_bytes > self.row_bytes
+
+    def _plan_of_parts(self, vector, count, shifted) -> Plan:
         def cluster_of(rows):
             room = PARTS_FILL * self.device.shared_bytes
             return next((c for c in (1, 2, 4, 8) if rows * self.row_bytes <= room * c), 8)
 
         # Operands of columns come from the L2 cache in each round.
-        column_bytes = sum(i.layout.columns * i.dtype.itemsize for i in self.columns)
-        several = column_bytes > self.row_bytes and cluster_of(2) <= 2
-        rows = self.asked.get("rows_at_once") or (2 if several else 1)
+        several = self.column_bytes > self.row_bytes and cluster_of(2) <= 2
+        rows = 1 if shifted else self.asked.get("rows_at_once") or (2 if several else 1)
         cluster = self.asked.get("cluster") or cluster_of(rows)
         part = -(-count // cluster)
         lanes = min(self.asked.get("lanes", THREADS_MAX), _round_up(part, 32))
@@ -503,10 +561,10 @@ class _Scheduler:
             stages=0,
             blocks=1,
             persistent=True,
-            hoist=False,
+            hoist="",
             hold_shared=True,
             keep=frozenset(),
-            shifted=False,
+            shifted=shifted,
         )
         # More parts than two rows have would wait in any case.
         return self._with_registers(self._with_stages(plan, 2 * rounds))
@@ -552,7 +610,7 @@ class _Scheduler:
             stages=shape.stages,
             blocks=1,
             persistent=True,
-            hoist=self.asked.get("hoist", elements <= 16),
+            hoist="registers" if self.columns and elements <= 16 else "",
             hold_shared=True,
             keep=frozenset(),
             shifted=False,
@@ -561,10 +619,12 @@ class _Scheduler:
             exchangers=shape.exchangers,
         )
 
-    def _elements(self, cluster, part, vector, shifted) -> int:
+    def _elements(self, source, cluster, vector, shifted) -> int:
         """Elements of a row that a thread should have."""
         if self.sums:
-            return 8 if not self.levels and not self.heavy else 32 if self.heavy and shifted else 16
+            return 8 if not self.levels and not self.heavy else 32 if shifted else 16
+        if source == "ring" and self._columns_stay:
+            return 32
         if cluster > 1:
             return 16 if self.cheap else 64
         if len(self.wholes) > 1 or vector == 1 or not self.levels or self.shared_rows:
@@ -577,7 +637,7 @@ class _Scheduler:
             return 1
         if source == "stream":
             return min(512, max(32, _round_up(part, 32)))
-        wanted = self._elements(cluster, part, vector, shifted)
+        wanted = self._elements(source, cluster, vector, shifted)
         in_warp = 16 if self.sums or self.columns else 32
         if part * elements <= 32 * in_warp:
             lanes = min(32, _power_of_2(part))
@@ -593,10 +653,18 @@ class _Scheduler:
             most = 256 if self.heavy else 512
         elif source == "ring" and (cluster == 1 or wanted == 64):
             most = 512
-        slots = max(1, wanted // elements, -(-part // most))
-        lanes = max(64, _round_up(-(-part // slots), 32))
-        # The fewest threads that need no more slots.
-        return _round_up(-(-part // -(-part // lanes)), 32)
+        elif source == "registers" and part * elements <= 512 * SLOT_ELEMENTS:
+            most = 512  # one block loads while another one writes
+        wanted = max(1, wanted // elements)
+        fewest = -(-part // most)
+
+        def cost(slots):
+            """Threads without a slot cost what others do; more or less work for each thread costs little."""
+            idle = _round_up(-(-part // slots), 32) * slots / part
+            return idle * (1 + 0.05 * abs(math.log2(slots / wanted))), slots
+
+        slots = min(range(fewest, max(fewest, wanted, SLOT_ELEMENTS // elements) + 1), key=cost)
+        return _round_up(-(-part // slots), 32)
 
     def _group_rows(self):
         """Rows that one sum over rows adds up; tiles must not have rows of two sums."""
@@ -606,7 +674,7 @@ class _Scheduler:
         return math.prod(self.program.row_sizes[len(kept) :])
 
     def _rows_at_once(
-        self, source, cluster, long, vector, groups, group_rows, shifted, elements
+        self, source, cluster, long, vector, groups, group_rows, shifted, elements, threads
     ) -> int:
         if shifted or source == "stream":
             return 1
@@ -617,12 +685,16 @@ class _Scheduler:
         elif self.heavy and self.sums:
             # Instructions of many elements side by side hide each other's latency.
             rows = 2 if elements <= 16 else 1
+        elif self.sums and self.levels == 1 and groups == 1:
+            rows = 2 if self._few_threads(threads) else 1
         elif self.sums:
             # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
             rows = 1 if self.levels else 2 if long else 1
         elif source == "registers" and len(self.wholes) == 1 and vector > 1:
             rows = (
-                4
+                1
+                if elements > 16
+                else 4
                 if self.shared_rows and long
                 else 1
                 if (self.levels and long) or self.shared_rows
@@ -643,6 +715,21 @@ class _Scheduler:
             passes *= 2
         return passes
 
+    def _few_threads(self, threads) -> bool:
+        """Whether the blocks of a program with sums over rows have so few threads that each works on two rows."""
+        together = threads * self._blocks_of_sums(threads, threads, 16, False)
+        return 256 <= together <= 320 if len(self.phases.row_sums) > 1 else together < 256
+
+    def _blocks_of_sums(self, threads, lanes, elements, shifted) -> int:
+        """Blocks of a multiprocessor: a ring hides the latency of memory, what is left is that of instructions."""
+        if shifted:  # one row at a time
+            return -(-256 // threads)
+        if self.heavy or lanes <= 32:
+            return max(1, round(256 / threads))
+        if len(self.phases.row_sums) > 1:
+            return -(-256 // max(threads, 128))
+        return -(-128 * 16 // (threads * min(elements, 16)))
+
     # ---- registers: how many blocks, and what stays in them ----
 
     def _with_registers(self, plan) -> Plan:
@@ -652,21 +739,19 @@ class _Scheduler:
             blocks = min(self.asked["blocks"], most)
             return self.kept(dataclasses.replace(plan, blocks=blocks))[1]
         options = []
-        for number, wanted in enumerate(self._threads_of_multiprocessor(plan)):
-            blocks = max(1, min(wanted // plan.threads, most))
+        for number, blocks in enumerate(self._blocks(plan)):
+            blocks = max(1, min(blocks, most))
             cost, kept, short = self.kept(dataclasses.replace(plan, blocks=blocks))
             options.append((cost * 1.17**number * (1.3 if short else 1), number, kept))
         return min(options, key=lambda o: o[:2])[2]
 
-    def _threads_of_multiprocessor(self, plan) -> tuple[int, ...]:
-        """How many threads there may be: more hide more latency, fewer have more registers."""
-        if self.sums and (self.heavy or (self.levels and plan.lanes > 32)):
-            return (
-                256,
-            )  # a ring hides the latency of memory; what is left is that of instructions
-        if self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4):
-            return (512,)
-        return (1024, 768, 512)
+    def _blocks(self, plan) -> list[int]:
+        """How many there may be: more threads hide more latency, fewer have more registers."""
+        if self.sums and (self.heavy or self.levels) and not self._columns_vary:
+            elements = plan.slots * plan.vector * self.panels
+            return [self._blocks_of_sums(plan.threads, plan.lanes, elements, plan.shifted)]
+        few = self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4)
+        return [round(n / plan.threads) for n in ((512,) if few else (1024, 768, 512))]
 
     def kept(self, plan) -> tuple[float, Plan, bool]:
         """(cost, the plan with what is kept, whether registers are too few)."""
@@ -783,15 +868,12 @@ def stage_layout(
 
 def row_pitch(program: Program, plan: Plan, i) -> int:
     """Bytes from one row of an input to the next in a stage."""
-    if plan.shifted:
-        # From the multiple of 16 below the row's first byte to the one above its last.
-        return _round_up(i.layout.columns * i.dtype.itemsize, 16) + 16
     if plan.parts:
         return i.panels * plan.slots * plan.lanes * plan.vector * i.dtype.itemsize
     columns = (
-        i.layout.columns
-        if plan.cluster == 1
-        else i.panels * part_slots(program, plan) * plan.vector
+        i.panels * part_slots(program, plan) * plan.vector
+        if plan.cluster > 1 or plan.shifted
+        else i.layout.columns
     )
     return columns * i.dtype.itemsize
 
@@ -800,10 +882,41 @@ def stage_bytes(program: Program, plan: Plan) -> int:
     return stage_layout(program, plan)[1]
 
 
+def hoisted_inputs(program: Program, plan: Plan, phases: Phases | None = None) -> list:
+    """The column operands that blocks keep from row to row: all of a block's rows have the same."""
+    phases = phases or Phases(program)
+    columns = [program.inputs[n] for n in phases.inputs(whole=False)] if plan.hoist else []
+    return [i for i in columns if all(k < phases.group_dims for k in i.layout.rows)]
+
+
+def hoisted_layout(
+    program: Program, plan: Plan, phases: Phases | None = None
+) -> tuple[dict[tuple, int], int]:
+    """(offset of each load (input, panel, backwards) of column operands in shared memory, bytes of all)."""
+    offsets, size = {}, 0
+    if plan.hoist == "shared":
+        phases = phases or Phases(program)
+        hoisted = {i.number: i for i in hoisted_inputs(program, plan, phases)}
+        for load in phases.loads:
+            if load[0] in hoisted:
+                offsets[load] = size
+                size += plan.slots * plan.lanes * plan.vector * hoisted[load[0]].dtype.itemsize
+    return offsets, size
+
+
+def keeps_columns(phases: Phases, plan: Plan) -> bool:
+    """Whether threads keep something of their columns from row to row, so that a block's rows must lie alike."""
+    return plan.persistent and bool(phases.row_sums or plan.hoist)
+
+
+def slots_of(width: int, vector: int, shifted: bool) -> int:
+    """Slots of so many columns; a shifted row can touch one more than its length says."""
+    return -(-(width + vector - 1) // vector) if shifted else width // vector
+
+
 def slot_count(program: Program, plan: Plan) -> int:
-    """Slots of a panel; a shifted row can touch one more than its length says."""
-    width = program.width
-    return -(-(width + plan.vector - 1) // plan.vector) if plan.shifted else width // plan.vector
+    """Slots of a panel."""
+    return slots_of(program.width, plan.vector, plan.shifted)
 
 
 def slots_of_line(program: Program, vector: int) -> int:
@@ -827,6 +940,7 @@ class SharedMemory:
     reductions: int  # offset of the partial results
     reduction_words: int  # words of one set of partial results; there are two sets
     barriers: int  # offset of two barriers a stage, and two for exchanges in a cluster
+    operands: int  # offset of column operands
     total: int
 
 
@@ -835,7 +949,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     phases = Phases(program)
     if plan.grid:
         grid = grid_memory(program, plan)
-        return SharedMemory(grid.parts, 0, grid.barriers, grid.total)
+        return SharedMemory(grid.parts, 0, grid.barriers, grid.total, grid.total)
     warps = max(1, plan.lanes // 32)
     partials = warps * plan.cluster if plan.lanes > 32 or plan.cluster > 1 else 0
     most = (
@@ -852,7 +966,9 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0
     start = max(_round_up(stages, 128), _round_up(sum_bytes, 128), 512 if phases.row_sums else 0)
     barriers = start + _round_up(2 * words * 4, 128)
-    return SharedMemory(start, words, barriers, barriers + _round_up(16 * plan.stages + 16, 128))
+    operands = barriers + _round_up(16 * plan.stages + 16, 128)
+    total = operands + hoisted_layout(program, plan, phases)[1]
+    return SharedMemory(start, words, barriers, operands, total)
 
 
 def grid_memory(program: Program, plan: Plan) -> GridMemory:

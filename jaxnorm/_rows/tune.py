@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import _lib, _report, _timing
-from jaxnorm._primitive import open_jaxpr
+from jaxnorm import _lib
+from jaxnorm._measure import display, timer
+from jaxnorm._primitive.programs import open_jaxpr
 from jaxnorm._rows import launcher
 from jaxnorm._rows.call import Call, compiled_row_call, row_call, simplified
 from jaxnorm._rows.rules import Program
@@ -43,7 +44,7 @@ FIELDS = {
     "parts": (False, True),
     "rows_at_once": (1, 2, 4),
     "blocks": range(1, 33),
-    "hoist": (False, True),
+    "hoist": ("", "registers", "shared"),
     "stages": (2, 3, 4),
     "slots": range(1, 17),
     "grid": range(257),
@@ -98,7 +99,8 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
             if blocks in FIELDS["blocks"]:
                 add(**base, blocks=blocks)
         if plan.persistent:
-            add(**base, hoist=not plan.hoist)
+            for hoist in FIELDS["hoist"]:
+                add(**base, hoist=hoist)
         if plan.source == "ring":
             for stages in FIELDS["stages"]:
                 add(**base, stages=stages)
@@ -278,18 +280,18 @@ def tune(closed, device: Device, progress: Callable[[int, int, str], None]) -> T
     for number, (_, call) in enumerate(calls):
         progress(len(calls) + number, total, f"measuring {call.plan}")
         if _compiles(call, device):
-            timing = _timing.measure({"": operands.workload(call)}, calls=10, rounds=1, budget=0.1)[
+            timing = timer.measure({"": operands.workload(call)}, calls=10, rounds=1, budget=0.1)[
                 ""
             ]
-            if isinstance(timing, _timing.Timing):
+            if isinstance(timing, timer.Timing):
                 found.append((timing.median, number))
             elif number == 0:
                 raise RuntimeError("fuse: the kernel cannot be measured") from timing
     progress(total - 1, total, "measuring the fastest again")
     finalists = sorted({0, *(number for _, number in sorted(found)[:FINALISTS])})
-    again = _timing.measure({str(n): operands.workload(calls[n][1]) for n in finalists})
+    again = timer.measure({str(n): operands.workload(calls[n][1]) for n in finalists})
     medians = {
-        int(n): timing.median for n, timing in again.items() if isinstance(timing, _timing.Timing)
+        int(n): timing.median for n, timing in again.items() if isinstance(timing, timer.Timing)
     }
     best = min(medians, key=lambda n: medians[n])
     if medians[0] <= medians[best] * (1 + LEAST_GAIN):
@@ -310,8 +312,8 @@ def tune(closed, device: Device, progress: Callable[[int, int, str], None]) -> T
 def shown(name: str):
     """A `progress` for `tune` that shows a bar on a terminal, if rich is installed."""
     try:
-        rich = _report.require_rich()
-    except _report.MissingExtra:
+        rich = display.require_rich()
+    except display.MissingExtra:
         yield lambda done, total, text: None
         return
     with rich.progress() as bar:
@@ -340,16 +342,16 @@ class _Operands:
         for aval in moved:
             if not all(isinstance(n, int) for n in aval.shape):
                 raise ValueError(f"fuse: tune needs sizes that are numbers, got {aval.str_short()}")
-        self._sets, _ = _timing.rotation(sum(math.prod(a.shape) * a.dtype.itemsize for a in moved))
+        self._sets, _ = timer.rotation(sum(math.prod(a.shape) * a.dtype.itemsize for a in moved))
         keys = jax.random.split(jax.random.key(0), (self._sets, len(avals)))
         self._arrays = [
             [_draw(key, aval.shape, aval.dtype) for key, aval in zip(row, avals, strict=True)]
             for row in keys
         ]
 
-    def workload(self, call: Call) -> _timing.Workload:
+    def workload(self, call: Call) -> timer.Workload:
         run = jax.jit(kernel(self._closed, call))
-        return _timing.Workload(lambda i: run(*self._arrays[i]), self._sets)
+        return timer.Workload(lambda i: run(*self._arrays[i]), self._sets)
 
 
 def kernel(closed, call: Call) -> Callable:

@@ -22,7 +22,7 @@ from jaxnorm._autofuse.algebra import Mismatch, Ref, Term, collect, expand, unma
 from jaxnorm._autofuse.match import Left, Match, Operand
 from jaxnorm._autofuse.program import Value
 from jaxnorm._autofuse.values import Node, at_least, identity, unconverted
-from jaxnorm._primitive import acc_dtype
+from jaxnorm._primitive.arithmetic import acc_dtype
 
 # What stands between a loss and its logarithm.
 _SUMS = frozenset(("add", "sub", "neg", "convert", "select_n", "pick"))

@@ -15,7 +15,8 @@ from jaxnorm._autofuse.match import Left, Match, Operand
 from jaxnorm._autofuse.patterns import norm
 from jaxnorm._autofuse.program import Level, Program, Value
 from jaxnorm._autofuse.values import Node, identity, is_float, is_one, unconverted
-from jaxnorm._primitive import run_equation, struct_of
+from jaxnorm._primitive.avals import struct_of
+from jaxnorm._primitive.programs import run_equation
 
 
 def find(output: Value, call: Level) -> Iterator[Match | Left]:

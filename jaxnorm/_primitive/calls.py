@@ -1,0 +1,112 @@
+"""FFI calls: which ones kernels take, their scratch, results in place of operands."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+
+# Dimensions of unlike broadcasting that an operand may have (ffi/call.h: kMaxBroadcastDims).
+_MAX_BROADCAST_DIMS = 8
+
+# ---- what the kernels take ----
+
+
+def broadcast_fits(operand, full, axes) -> bool:
+    """Whether an operand's broadcast pattern has few enough runs of alike dimensions (kMaxBroadcastDims in call.h).
+
+    `axes` are those of a row, which do not count.
+    """
+    dims = [
+        n == m
+        for i, (n, m) in enumerate(zip(operand, full, strict=True))
+        if i not in axes and m != 1
+    ]
+    return 1 + sum(a != b for a, b in itertools.pairwise(dims)) < _MAX_BROADCAST_DIMS
+
+
+def split_scratch(aval, axes, whole=2**15) -> int:
+    """Float32 elements for the partial results of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
+
+    Rows of `whole` bytes are never split. Chunks are 16 KiB of each input at least and a partial takes 16 bytes, in few
+    cases 64. Room for 4096 lets several rows be worked on together, and is all that a row of unknown length gets.
+    """
+    sizes = [aval.shape[i] for i in axes]
+    known = all(isinstance(n, int) for n in sizes)
+    row_bytes = math.prod(n for n in sizes if isinstance(n, int)) * aval.dtype.itemsize
+    if known and row_bytes <= whole:
+        return 0
+    return 4 * max(4096, row_bytes // 2**14 + 2)
+
+
+# ---- one call ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The FFI call that a primitive's call becomes.
+
+    Attributes:
+      target: name of the FFI target, with the prefix.
+      attributes: of the FFI call.
+      scratch: shapes of float32 results behind the primitive's own.
+      skipped: positions of operands that the FFI call does not take.
+    """
+
+    target: str
+    attributes: dict[str, Any]
+    scratch: Sequence[tuple[int, ...]] = ()
+    skipped: tuple[int, ...] = ()
+
+
+def lower_call(ctx, operands, call: Call, aliases: dict[int, int] | None = None):
+    """Results of an FFI call, without its scratch.
+
+    Args:
+      ctx: of the lowering rule.
+      operands: of the primitive.
+      call: the FFI call.
+      aliases: positions of operands whose memory results take, and of these results.
+    """
+    taken = [i for i in range(len(operands)) if i not in call.skipped]
+    results = len(ctx.avals_out)
+    scratch = [ShapedArray(shape, np.float32) for shape in call.scratch]
+    ctx = ctx.replace(
+        avals_in=[ctx.avals_in[i] for i in taken], avals_out=[*ctx.avals_out, *scratch]
+    )
+    lower = jax.ffi.ffi_lowering(call.target, operand_output_aliases=aliases or {})
+    return lower(ctx, *(operands[i] for i in taken), **call.attributes)[:results]
+
+
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
+
+
+def _dies_here(value) -> bool:
+    """Whether nothing but this call will read an operand, as far as a lowering rule can know.
+
+    XLA takes an operand's memory for a result only where it is told to, and copies what is read again. What is lowered
+    later is not known here. But the cotangent that a product's transpose makes is the product's own: it goes to the
+    operation whose result was multiplied, and nowhere else. (That of a sum is one array for all its terms.)
+    """
+    name = getattr(value.owner, "name", "")  # an argument belongs to a block, which has none
+    return name in _PRODUCTS and not list(value.uses)
+
+
+def aliases_of(ctx, operands, positions: tuple[int, int] | None) -> dict[int, int]:
+    """The `aliases` of `lower_call`, where a result may take an operand's memory.
+
+    Args:
+      ctx: of the lowering rule.
+      operands: of the primitive.
+      positions: of the operand and of the result; None where there are none such.
+    """
+    if positions is None:
+        return {}
+    operand, result = positions
+    before, after = ctx.avals_in[operand], ctx.avals_out[result]
+    alike = (before.shape, before.dtype) == (after.shape, after.dtype)
+    return {operand: result} if alike and _dies_here(operands[operand]) else {}

@@ -1,0 +1,101 @@
+"""Jaxprs: traced, run, pruned, and keyed by identity."""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+from jax._src import (
+    config,  # private: see `trace_context`
+    source_info_util,  # private: see `run_equation`
+)
+from jax._src.util import weakref_lru_cache  # private: see `cached_by_program`
+from jax.core import eval_jaxpr
+from jax.extend import linear_util
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import partial_eval as pe
+
+_PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
+
+# Caches a function of a program, which is told from others by identity, under the settings that JAX traces with.
+cached_by_program = weakref_lru_cache
+
+
+def trace_context():
+    """The settings that JAX traces with, to be part of a key."""
+    return config.trace_context()
+
+
+def closed_of(function: Callable, avals: Sequence):
+    """(closed jaxpr without constants of a function of arrays, arrays that it takes behind its operands)."""
+    closed = jax.make_jaxpr(function)(*avals)
+    jaxpr, consts = open_jaxpr(closed)
+    if not consts:
+        return closed, []
+    n = len(avals)
+
+    def with_operands(*args):
+        return eval_jaxpr(jaxpr, list(args[n:]), *args[:n])
+
+    return jax.make_jaxpr(with_operands)(*avals, *(v.aval for v in jaxpr.constvars)), consts
+
+
+def run_program(closed, *operands) -> list:
+    """Results of a closed jaxpr."""
+    jaxpr, consts = open_jaxpr(closed)
+    return eval_jaxpr(jaxpr, consts, *operands)
+
+
+def pruned(closed, used: Sequence[bool]):
+    """(the program of some of the results without dead code, which operands it takes)."""
+    jaxpr, consts = open_jaxpr(closed)
+    assert not consts
+    jaxpr, taken = pe.dce_jaxpr(jaxpr, list(used))
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, []), taken
+
+
+def open_jaxpr(jaxpr):
+    """(jaxpr, values of its constvars) of an open or a closed one; from JAX 0.12 on there is one kind."""
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def run_equation(eqn, operands, params) -> list:
+    """Results of an equation under other parameters, with the names and the settings that it was traced with."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    context = source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+    with context, eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def with_forward(thunk, change: Callable):
+    """The forward rule of a custom_vjp call, with its jaxpr changed once that is known."""
+
+    def forward(*nonzeros):
+        jaxpr, consts = thunk.call_wrapped(*nonzeros)
+        # From JAX 0.12 on the jaxpr may have its consts, or take them as its first arguments.
+        variables = [*jaxpr.constvars, *jaxpr.invars][len(consts) :]
+        closed = jax.make_jaxpr(functools.partial(eval_jaxpr, jaxpr, consts))(
+            *(v.aval for v in variables)
+        )
+        return open_jaxpr(change(closed))
+
+    return linear_util.wrap_init(forward, debug_info=thunk.debug_info)
+
+
+def source_line(eqn) -> str:
+    """File and line of the user's code that an equation comes from; "" if nothing but jaxnorm's code is known."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    frame = next((f for f in frames if not f.file_name.startswith(_PACKAGE)), None)
+    if frame is None:
+        return ""
+    column = f":{frame.start_column}" if frame.start_column else ""
+    return f"{frame.file_name}:{frame.start_line}{column} ({frame.function_name})"
+
+
+def without_dead_code(closed):
+    """The same program without equations whose results nothing uses, in calls, loops and branches too."""
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
+    return ClosedJaxpr(jaxpr, consts) if hasattr(closed, "jaxpr") else jaxpr

@@ -225,48 +225,69 @@ def plan_of(name, direction, rows, columns, device=H100, dtype=jnp.bfloat16, **a
     return schedule(simplified(closed), device, **asked)
 
 
-# The columns of test_row_plans.PLANS; 4x33*512 are four times 33 blocks, of which 512 threads compute.
+# The columns of test_row_plans.PLANS. Of a block that shares rows, 33*512 are the blocks of a group and the threads that
+# compute, and a group's rows are `lag` apart from phase to phase.
 PLANS = """
-layer_norm 64x131072 forward           33*512 1x8        1 1024x1  ring 16      0 persistent hoist 4 groups, lag 8
-layer_norm 64x131072 backward          33*512 1x8        1 768x1   ring 13      0 persistent hoist 4 groups, lag 5
-rms_norm 64x131072 forward             33*512 1x8        1 768x1   ring 16      0 persistent hoist 4 groups, lag 8
-rms_norm 64x131072 backward            33*512 1x8        1 640x1   ring 14      0 persistent hoist 4 groups, lag 8
-softmax 64x131072 forward              33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
-softmax 64x131072 backward             33*512 1x8        1 640x1   ring 14      0 persistent 4 groups, lag 8
-log_softmax 64x131072 forward          33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
-log_softmax 64x131072 backward         33*512 1x8        1 640x1   ring 14      0 persistent 4 groups, lag 8
-cross_entropy 64x131072 forward        33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
-cross_entropy 64x131072 backward       33*512 1x8        1 768x1   ring 16      0 persistent 4 groups, lag 8
-layer_norm 8x1048576 forward           132*512 2x8        1 768x1   ring 8       0 persistent hoist 1 groups, lag 4
-layer_norm 8x1048576 backward          132*512 2x8        1 640x1   ring 6       0 persistent hoist 1 groups, lag 2
-rms_norm 8x1048576 forward             132*512 2x8        1 640x1   ring 8       0 persistent hoist 1 groups, lag 4
-rms_norm 8x1048576 backward            132*512 2x8        1 576x1   ring 7       0 persistent hoist 1 groups, lag 4
-softmax 8x1048576 forward              132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
-softmax 8x1048576 backward             132*512 2x8        1 576x1   ring 7       0 persistent 1 groups, lag 4
-log_softmax 8x1048576 forward          132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
-log_softmax 8x1048576 backward         132*512 2x8        1 576x1   ring 7       0 persistent 1 groups, lag 4
-cross_entropy 8x1048576 forward        132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
-cross_entropy 8x1048576 backward       132*512 2x8        1 640x1   ring 8       0 persistent 1 groups, lag 4
-layer_norm 16x262144 forward           66*512 1x8        1 1024x1  ring 8       0 persistent hoist 2 groups, lag 4
-layer_norm 16x262144 backward          66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 4
-rms_norm 16x262144 forward             66*512 1x8        1 768x1   ring 8       0 persistent hoist 2 groups, lag 8
-rms_norm 16x262144 backward            66*512 1x8        1 640x1   ring 8       0 persistent hoist 2 groups, lag 8
-softmax 16x262144 forward              66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
-softmax 16x262144 backward             66*512 1x8        1 640x1   ring 8       0 persistent 2 groups, lag 8
-log_softmax 16x262144 forward          66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
-log_softmax 16x262144 backward         66*512 1x8        1 640x1   ring 8       0 persistent 2 groups, lag 8
-cross_entropy 16x262144 forward        66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
-cross_entropy 16x262144 backward       66*512 1x8        1 768x1   ring 8       0 persistent 2 groups, lag 8
-layer_norm 12x131072 forward           33*512 1x8        1 704x1   ring 3       0 persistent hoist 4 groups, lag 1
-layer_norm 12x131072 backward          33*512 1x8        1 704x1   ring 3       0 persistent hoist 4 groups, lag 1
-rms_norm 12x131072 forward             33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-rms_norm 12x131072 backward            33*512 1x8        1 608x1   ring 3       0 persistent hoist 4 groups, lag 3
-softmax 12x131072 forward              33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
-softmax 12x131072 backward             33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
-log_softmax 12x131072 forward          33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
-log_softmax 12x131072 backward         33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
-cross_entropy 12x131072 forward        33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
-cross_entropy 12x131072 backward       33*512 1x8        1 608x1   ring 3       0 persistent 4 groups, lag 3
+layer_norm 64x131072 forward           8*512 4x8        1 512x2   ring 2       0 persistent hoist
+layer_norm 64x131072 backward          128*128 1x8        1 640x1   ring 48      0 persistent hoist 1 groups, lag 23
+rms_norm 64x131072 forward             8*512 4x8        1 512x2   ring 2       0 persistent hoist
+rms_norm 64x131072 backward            128*128 1x8        1 384x1   ring 53      0 persistent hoist 1 groups, lag 28
+softmax 64x131072 forward              2*1024 2x8*4      1 1024x1  ring 6       0 persistent
+softmax 64x131072 backward             4*1024 2x8*2      1 1024x1  ring 3       0 persistent
+log_softmax 64x131072 forward          2*1024 2x8*4      1 1024x1  ring 6       0 persistent
+log_softmax 64x131072 backward         4*1024 2x8*2      1 1024x1  ring 3       0 persistent
+cross_entropy 64x131072 forward          512 4x8*8      1 512x2   stream       0
+cross_entropy 64x131072 backward       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
+layer_norm 32x65536 forward            16*512 1x8        1 768x1   ring 4       0 persistent hoist 8 groups, lag 2
+layer_norm 32x65536 backward           128*64 1x8        1 576x1   ring 32      0 persistent hoist 1 groups, lag 16
+rms_norm 32x65536 forward              16*512 1x8        1 640x1   ring 4       0 persistent hoist 8 groups, lag 4
+rms_norm 32x65536 backward             128*64 1x8        1 320x1   ring 32      0 persistent hoist 1 groups, lag 32
+softmax 32x65536 forward               16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
+softmax 32x65536 backward              16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
+log_softmax 32x65536 forward           16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
+log_softmax 32x65536 backward          16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
+cross_entropy 32x65536 forward         16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
+cross_entropy 32x65536 backward        16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
+layer_norm 12x131072 forward           22*384 2x8        1 512x1   ring 2       0 persistent hoist 6 groups, lag 1
+layer_norm 12x131072 backward          128*128 1x8        1 640x1   ring 12      0 persistent hoist 1 groups, lag 6
+rms_norm 12x131072 forward             22*384 2x8        1 448x1   ring 2       0 persistent hoist 6 groups, lag 2
+rms_norm 12x131072 backward            128*128 1x8        1 384x1   ring 12      0 persistent hoist 1 groups, lag 12
+softmax 12x131072 forward              22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
+softmax 12x131072 backward             22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
+log_softmax 12x131072 forward          22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
+log_softmax 12x131072 backward         22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
+cross_entropy 12x131072 forward        22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
+cross_entropy 12x131072 backward       22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
+layer_norm 16x262144 forward           33*512 2x8        1 768x1   ring 4       0 persistent hoist 4 groups, lag 2
+layer_norm 16x262144 backward          128*256 1x8        1 768x1   ring 16      0 persistent hoist 1 groups, lag 8
+rms_norm 16x262144 forward             33*512 2x8        1 640x1   ring 4       0 persistent hoist 4 groups, lag 4
+rms_norm 16x262144 backward            128*256 1x8        1 512x1   ring 16      0 persistent hoist 1 groups, lag 14
+softmax 16x262144 forward              33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+softmax 16x262144 backward             33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+log_softmax 16x262144 forward          33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+log_softmax 16x262144 backward         33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+cross_entropy 16x262144 forward        33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+cross_entropy 16x262144 backward       33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+layer_norm 8x1048576 forward           132*512 2x8        1 1024x1  ring 8       0 persistent hoist 1 groups, lag 4
+layer_norm 8x1048576 backward          132*512 2x8        1 768x1   ring 6       0 persistent hoist 1 groups, lag 2
+rms_norm 8x1048576 forward             132*512 2x8        1 768x1   ring 8       0 persistent hoist 1 groups, lag 4
+rms_norm 8x1048576 backward            132*512 2x8        1 704x1   ring 6       0 persistent hoist 1 groups, lag 4
+softmax 8x1048576 forward              132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
+softmax 8x1048576 backward             132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
+log_softmax 8x1048576 forward          132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
+log_softmax 8x1048576 backward         132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
+cross_entropy 8x1048576 forward        132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
+cross_entropy 8x1048576 backward       132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
+layer_norm 1x131072 forward            128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
+layer_norm 1x131072 backward           128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
+rms_norm 1x131072 forward              128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
+rms_norm 1x131072 backward             128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
+softmax 1x131072 forward               128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
+softmax 1x131072 backward              128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
+log_softmax 1x131072 forward           128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
+log_softmax 1x131072 backward          128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
+cross_entropy 1x131072 forward         128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
+cross_entropy 1x131072 backward        128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
 """
 
 
@@ -276,7 +297,7 @@ def grid_line(name, direction, shape, plan):
     return f"{text} {plan.grid} groups, lag {plan.lag}" if plan.grid else text
 
 
-SHAPES = ((64, 131072), (8, 1048576), (16, 262144), (12, 131072))
+SHAPES = ((64, 131072), (32, 65536), (12, 131072), (16, 262144), (8, 1048576), (1, 131072))
 
 
 def test_table_of_plans():
@@ -318,12 +339,16 @@ def test_resources(shape, architecture):
 
 def test_where_rows_are_shared():
     """Few rows that are long, whose number is known, on a GPU with bulk copies."""
-    assert plan_of("softmax", "forward", 64, 131072).grid
-    for rows, columns in ((1000, 131072), (64, 32768), (2, 131072), (64, 131072 + 1)):
+    assert plan_of("softmax", "forward", 32, 131072).grid
+    for rows, columns in ((64, 131072), (32, 32768), (32, 131072 + 1)):
         assert not plan_of("softmax", "forward", rows, columns).grid
-    assert not plan_of("softmax", "forward", 64, 131072, DEVICES[80]).grid
-    assert not plan_of("softmax", "forward", 64, 131072, source="stream").grid
-    assert not plan_of("softmax", "forward", 64, 131072, grid=0).grid
+    assert not plan_of("softmax", "forward", 32, 131072, DEVICES[80]).grid
+    assert not plan_of("softmax", "forward", 32, 131072, source="stream").grid
+    assert not plan_of("softmax", "forward", 32, 131072, grid=0).grid
+    # Sums over rows end in the blocks of one group.
+    assert plan_of("layer_norm", "backward", 128, 131072).grid == 1
+    for rows, columns in ((200, 131072), (128, 32768)):
+        assert not plan_of("layer_norm", "backward", rows, columns).grid
     (rows,) = jax.export.symbolic_shape("rows")
     closed = program("softmax", "forward", avals("softmax", rows, 131072))
     assert not schedule(simplified(closed), H100).grid
@@ -335,7 +360,7 @@ def test_where_rows_are_shared():
 
 def test_candidates():
     """What `tune` measures."""
-    closed = program("softmax", "forward", avals("softmax", 64, 131072))
+    closed = program("softmax", "forward", avals("softmax", 32, 131072))
     found = tune.candidates(simplified(closed), H100)
     plans = [plan for _, plan in found]
     assert plans[0].grid

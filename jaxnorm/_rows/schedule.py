@@ -591,6 +591,7 @@ class _Scheduler:
             words=exchanged_words(self.phases),
             row_words=rows * len(row_loads(self.program, self.phases)),
             elements=self.panels * vector,
+            sums=self.sums,
             device=self.device,
             asked=self.asked,
         )

@@ -11,15 +11,21 @@ import dataclasses
 LANES = 512
 # Elements that a thread works on side by side, at most.
 ELEMENTS = 128
-# Warps of a block that exchange, at most.
+# Of these, the slots that a thread should have at most.
+SLOTS = 2
+# Warps of a block that exchange, at most, and the ones of them for each exchange of a row.
 EXCHANGING_WARPS = 16
-# Bytes that a block reads or writes while an exchange is under way, 2.5 us.
+EXCHANGERS = 8
+# Bytes that a block writes while an exchange is under way, 2.5 us.
 EXCHANGE_BYTES = 56 * 1024
 # Partial results in a post, which is 16 bytes (`emit_grid`).
 POST_WORDS = 2
-# Shorter rows, or fewer bytes in all, are worth no exchange between all blocks.
+# A block reads and writes a row of so many bytes in the time of two exchanges: shorter rows are not shared.
 LEAST_ROW_BYTES = 128 * 1024
-LEAST_BYTES = 1 << 20
+# Without sums over rows, clusters keep up with more rows: each of them works on a row of its own.
+ROWS = 48
+# Groups of blocks, about: with more of them, the blocks of a group are so few that a cluster is as fast.
+GROUPS = 8
 # What is asked of a schedule that shares no rows between blocks of a grid.
 OTHER_SCHEDULES = ("source", "cluster", "parts", "rows_at_once", "blocks")
 
@@ -93,7 +99,7 @@ def part_of_grid(slots: int, blocks: int, line: int) -> int:
 
 
 def grid_shape(
-    *, rows, slots, line, row_bytes, written_bytes, words, row_words, elements, device, asked
+    *, rows, slots, line, row_bytes, written_bytes, words, row_words, elements, sums, device, asked
 ) -> GridShape | None:
     """How blocks of a grid share rows; None where they should not, or cannot.
 
@@ -106,16 +112,22 @@ def grid_shape(
       words: partial results of each exchange.
       row_words: what is loaded for all rows.
       elements: of a slot, in all panels.
+      sums: whether there are sums over rows.
       device: for which the schedule is made.
       asked: what is asked of the schedule.
     """
     if not rows or asked.get("grid") == 0:
         return None
     if "grid" not in asked:
-        few = rows <= device.multiprocessors and row_bytes >= LEAST_ROW_BYTES
-        if any(a in asked for a in OTHER_SCHEDULES) or not few or rows * row_bytes < LEAST_BYTES:
+        # Each row of a single group takes the time of some instructions and barriers, however short it is.
+        many = sums and row_bytes >= 2 * LEAST_ROW_BYTES
+        few = rows <= (device.multiprocessors if many else ROWS)
+        if any(a in asked for a in OTHER_SCHEDULES) or not few or row_bytes < LEAST_ROW_BYTES:
             return None
-    groups = asked.get("grid") or _groups(rows, slots, line, device.multiprocessors)
+    # One group has all rows, so that sums over rows end in its blocks.
+    groups = asked.get("grid") or (
+        1 if sums else _groups(rows, slots, line, device.multiprocessors)
+    )
     blocks = asked.get("cluster") or device.multiprocessors // groups
     part = part_of_grid(slots, blocks, line)
     lanes = min(asked.get("lanes", LANES), _round_up(part, 32))
@@ -124,8 +136,9 @@ def grid_shape(
     levels, own_rows = len(words), -(-rows // groups)
     most_stages = max(own_rows, levels)
     stage_bytes = part * (row_bytes // slots)
-    # As many exchanges are under way as rows come meanwhile.
-    exchangers = min(-(-EXCHANGE_BYTES // stage_bytes), 8, EXCHANGING_WARPS // levels, own_rows)
+    # Threads with many sums over rows need registers, of which more warps would leave too few.
+    warps = EXCHANGING_WARPS // 2 if sums and slots_of_thread > 1 else EXCHANGING_WARPS
+    exchangers = min(EXCHANGERS, warps // levels, own_rows)
     exchangers = asked.get("exchangers") or max(1, exchangers)
     shape = GridShape(
         grid=groups,
@@ -158,8 +171,8 @@ def grid_shape(
 
 
 def _groups(rows, slots, line, multiprocessors) -> int:
-    """Groups of blocks, whose threads have about a slot of each row; the ones that end first."""
-    wanted = max(1, min(multiprocessors * LANES // slots, rows))
+    """Groups of blocks that share rows without sums over them: many, of which the last one ends early."""
+    wanted = max(1, min(multiprocessors * LANES * SLOTS // slots, rows, GROUPS))
 
     def longest(groups) -> int:
         return -(-rows // groups) * part_of_grid(slots, multiprocessors // groups, line)

@@ -225,8 +225,8 @@ def plan_of(name, direction, rows, columns, device=H100, dtype=jnp.bfloat16, **a
     return schedule(simplified(closed), device, **asked)
 
 
-# The columns of test_row_plans.PLANS. Of a block that shares rows, 33*512 are the blocks of a group and the threads that
-# compute, and a group's rows are `lag` apart from phase to phase.
+# The columns of test_row_plans.PLANS. Of rows that blocks share, 33*512 are the blocks of a group and the threads that
+# compute, and `lag` is how many rows later a row is in its next phase.
 PLANS = """
 layer_norm 64x131072 forward           8*512 4x8        1 512x2   ring 2       0 persistent hoist
 layer_norm 64x131072 backward          128*128 1x8        1 640x1   ring 48      0 persistent hoist 1 groups, lag 23

@@ -10,6 +10,7 @@ from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit
+from jaxnorm._rows.emit_sums import finish_columns
 from jaxnorm._rows.rules import Program, cached_program_of
 from jaxnorm._rows.schedule import (
     DEVICES,
@@ -132,6 +133,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
         posts = math.prod(program.row_sizes) * posts_of_row(exchanged_words(phases))
         shapes.append((posts * plan.cluster, 4))
     scratch = [first_scratch + i for i in range(len(shapes))]
+    finish_blocks = -(-program.width // finish_columns(program, group_dims))
     return Call(
         source=emit(program, plan),
         threads=plan.threads,
@@ -144,7 +146,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
         sizes=_sizes(program),
         arguments=(*inputs, *own, *scratch),
         scratch=tuple(shapes),
-        finish=(-(-program.width // 32), len(after)) if after else (),
+        finish=(finish_blocks, len(after)) if after else (),
         finish_arguments=(*scratch[: len(sums)], *after, *inputs) if after else (),
         together=plan.grid > 0,
         plan=plan,

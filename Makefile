@@ -17,6 +17,7 @@ PROGRESS = [ -t 1 ] || { export JAXNORM_PROGRESS=$(abspath $(DONE))/progress; mk
   tail -f --pid=$$$$ $(DONE)/progress & };
 C_SOURCES = ffi/*.h ffi/*.cc ffi/cpu/*.h ffi/cpu/*.cc ffi/cuda/*.h ffi/cuda/*.cc ffi/cuda/*.cuh ffi/cuda/*.cu \
   ffi/launcher/*.h ffi/launcher/*.cc
+FORMATTED = $(C_SOURCES) jaxnorm/_rows/*.cuh jaxnorm/_kernels/*.cuh tests/*.h
 
 help: ## list the targets
 	@echo "make TARGET [PYTHON=python3.12] [ARGS='further arguments']"
@@ -46,13 +47,13 @@ bench: $(DONE)/bench ## time every operation against XLA; results in out/
 lint: $(DONE)/dev ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(DONE)/dev ## rewrite sources in the style that lint checks
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	$(BIN)/clang-format -i $(C_SOURCES)
+	$(BIN)/clang-format -i $(FORMATTED)
 
 dev: $(VENV)/pyvenv.cfg ## switch to an install that recompiles what changed whenever jaxnorm is imported
 	$(PIP) 'scikit-build-core>=0.11' 'nanobind>=2.7' cmake ninja jax

@@ -191,19 +191,17 @@ def compile_figures(program) -> list[tuple[dict, str]]:
       `plan_seconds` from the jaxpr to the source, `nvrtc_seconds` from there to the binary,
       `registers` and `spill_bytes` by kernel, and the launch.
     """
-    from jaxnorm._rows import call, launcher, schedule
+    from jaxnorm._rows import call, launcher
 
-    gpus = launcher.gpus()
-    if not gpus or launcher.problem():
+    if not launcher.gpus() or launcher.problem():
         return []
-    name, architecture, multiprocessors, shared_bytes = gpus[0]
-    device = schedule.Device(architecture, multiprocessors, shared_bytes, name)
+    device = call.device_here()
     found = []
     for closed in row_jaxprs(program.jitted.trace(*program.avals).jaxpr.jaxpr):
         start = time.perf_counter()
         made = call.row_call(closed, device)
         planned = time.perf_counter()
-        compiled = launcher.compile(made.source, architecture)
+        compiled = launcher.compile(made.source, device.architecture)
         figures = {
             "plan_seconds": planned - start,
             # A program that another case compiled before takes no time of the compiler.
@@ -215,7 +213,7 @@ def compile_figures(program) -> list[tuple[dict, str]]:
             "cluster": made.cluster,
             "rows_per_tile": made.rows_per_tile,
             "blocks": made.blocks,
-            "architecture": architecture,
+            "architecture": device.architecture,
         }
         found.append((figures, made.source))
     return found

@@ -1,4 +1,4 @@
-// The batch_norm calls, as the CPU and the CUDA kernels get them.
+// The batch_norm calls, as the CPU kernels get them. (Those of CUDA: jaxnorm/_kernels/batch_norm.py.)
 //
 // An array of x's shape is seen as [groups][outer][channels][inner]. The first `groups` dimensions are those that vmap
 // mapped: each group is a batch of its own. Dimensions [axis, end) are the features ("channels"), all others are
@@ -21,10 +21,6 @@
 //   with keep = 1 where the mask is on and 0 elsewhere (selected), and the terms of absent operands left out. n is the
 //   count, or without a mask outer * inner * `replicas`. Var (and scale) are there for dx with dy; x and mean if dbias or
 //   dmean is; operands beyond what is needed may be there all the same.
-// jaxnorm_batch_norm_train, on GPUs alone: jaxnorm_batch_norm_stats without a mask and then jaxnorm_batch_norm_fwd; mean
-//   and var are results.
-// jaxnorm_batch_norm_bwd, on GPUs alone: jaxnorm_batch_norm_sums and then jaxnorm_batch_norm_dx without a mask, dmean and
-//   dvar, for dx at least; dbias and dscale are results.
 //
 // Operands and results are those that the attributes `operands` and `results` name, in the order of the bits below.
 // Arrays (x, dy, residual, y, dx, dresidual) are of one dtype. mean, var, count, scale, bias and the gradients of mean,
@@ -38,7 +34,7 @@
 
 namespace jaxnorm {
 
-// jaxnorm/batch_norm.py holds the same numbers.
+// jaxnorm/_batch_norm_primitives.py holds the same numbers.
 enum BatchNormName : int64_t {
   kBatchNormX = 1 << 0,
   kBatchNormDy = 1 << 1,

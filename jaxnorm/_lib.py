@@ -204,10 +204,10 @@ def module(platform: str) -> Module:
 
 
 @functools.cache
-def warn_fallback(platform: str) -> None:
+def warn_fallback(platform: str, reason: str) -> None:
     """Says once that a platform which should have kernels runs the plain formulas."""
     warnings.warn(
-        f"jaxnorm: no {platform} kernels, using plain XLA formulas: {module(platform).reason}",
+        f"jaxnorm: no {platform} kernels, using plain XLA formulas: {reason}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -30,7 +30,7 @@ from jaxnorm import _check
 from jaxnorm._axes import merge_axes
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import broadcast_aval, collapsed_aval, vary_alike
-from jaxnorm._primitive.calls import broadcast_fits, split_scratch
+from jaxnorm._primitive.calls import broadcast_fits, row_fits
 from jaxnorm._primitive.define import define_formula, define_primitive
 from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
 from jaxnorm._primitive.rules import (
@@ -41,10 +41,8 @@ from jaxnorm._primitive.rules import (
     total_tangents,
     zero,
 )
+from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
-
-# Positions within a row are 32-bit numbers.
-_MAX_COLUMNS = 2**30
 
 # The CPU kernels' vectors go across rows where the axis is not the last; for fewer the plain formula takes less time.
 _MIN_ROWS_SIDE_BY_SIDE = 32
@@ -279,9 +277,8 @@ def _fits(*avals, axis, platform, **_):
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
     if platform == "cpu" and axis != len(shape) - 1 and not _fits_side_by_side(shape, axis, *avals):
         return False
-    if isinstance(shape[axis], int) and not 1 < shape[axis] < _MAX_COLUMNS:
-        return False
-    return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
+    simple = all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
+    return simple and row_fits([shape[axis]])
 
 
 def _fits_side_by_side(shape, axis, x, *rest):
@@ -315,7 +312,7 @@ def _attributes(*, axis, smoothing, implementation):
     return {"axis": np.int64(axis), "smoothing": np.float64(smoothing)}
 
 
-def _define(name, abstract, reference, not_on_cuda=()):
+def _define(name, abstract, reference, plan):
     return define_primitive(
         name,
         abstract=abstract,
@@ -325,17 +322,24 @@ def _define(name, abstract, reference, not_on_cuda=()):
         fits=_fits,
         sharding_rule=broadcast_sharding_rule,
         partition=broadcast_partition(partial(_local, reference)),
-        scratch=lambda x, *_, axis, **__: split_scratch(x, (axis,)),
-        not_on_cuda=not_on_cuda,
+        plan=plan,
     )
 
 
-cross_entropy_fwd_p = _define("cross_entropy_fwd", _per_row, _fwd_reference)
+def _bwd_alone(x, labels, a, b, *where, **params):
+    """The gradient from the logits alone: computing lse again costs less than reading it from a call before."""
+    _, lse = _fwd_reference(x, labels, *where, **params)
+    return _bwd_reference(x, lse, labels, a, b, *where, **params)
+
+
+cross_entropy_fwd_p = _define(
+    "cross_entropy_fwd", _per_row, _fwd_reference, row_plan(_fwd_reference)
+)
 cross_entropy_bwd_p = _define(
     "cross_entropy_bwd",
     lambda *avals, **_: [broadcast_aval(*avals)],
     _bwd_reference,
-    not_on_cuda=(1,),
+    row_plan(_bwd_alone, skipped=(1,)),
 )
 cross_entropy_jvp_p = define_formula("cross_entropy_jvp", abstract=_per_row, formula=_jvp_reference)
 

@@ -1,4 +1,4 @@
-"""Calls of the target jaxnorm_row_program with kernels that are written here."""
+"""Calls of the target jaxnorm_launch with kernels that are written here."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def call(source: str = SCALE, **changes) -> Call:
 def run(made: Call, results, *operands, **changes):
     """Results of the call; `changes` are to its attributes, of which None removes one."""
     attributes = {k: v for k, v in {**made.attributes, **changes}.items() if v is not None}
-    return jax.ffi.ffi_call("jaxnorm_row_program", results)(*operands, **attributes)
+    return jax.ffi.ffi_call("jaxnorm_launch", results)(*operands, **attributes)
 
 
 def like(x):

@@ -29,7 +29,7 @@ from jaxnorm._rows.schedule import DEVICES, Device, schedule
 
 pytestmark = pytest.mark.gpu
 
-TARGET = "jaxnorm_row_program"
+TARGET = "jaxnorm_launch"
 # Of processes that these tests start; the other workers have memory of the GPU, too.
 GPU = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -721,7 +721,7 @@ exported = export.export(
 pathlib.Path(sys.argv[1]).write_bytes(exported.serialize())
 module = exported.mlir_module()
 devices = [d.platform for d in jax.devices()]
-print(json.dumps({"calls": module.count("@jaxnorm_row_program"), "devices": devices}))
+print(json.dumps({"calls": module.count("@jaxnorm_launch"), "devices": devices}))
 """
 
 
@@ -763,7 +763,7 @@ programs = jaxnorm.status().row_programs
 print(json.dumps({
     "error": found,
     "warnings": [(w.category.__name__, str(w.message)) for w in caught if "jaxnorm" in str(w.message)],
-    "calls": text.count("@jaxnorm_row_program"),
+    "calls": text.count("@jaxnorm_launch"),
     "available": programs.available,
     "reason": programs.reason,
 }))

@@ -12,8 +12,8 @@ import processes
 import pytest
 from launches import SCALE, call
 
+from jaxnorm import _launch, _lib
 from jaxnorm import _launcher as launch
-from jaxnorm import _lib
 from jaxnorm._rows import launcher
 
 needs_nvrtc = pytest.mark.skipif(
@@ -111,7 +111,7 @@ def test_error_has_the_whole_log(tmp_path):
             launcher.compile(source, 90)
         assert 'identifier "undeclared" is undefined' in str(raised.value)
         assert '"twice" has already been defined' in str(raised.value)
-        assert "row_program.cu(4)" in str(raised.value)
+        assert "jaxnorm.cu(4)" in str(raised.value)
     assert entries(tmp_path) == []
 
 
@@ -127,13 +127,11 @@ def test_without_nvrtc(tmp_path):
     launch.configure(["libnvrtc.so.99", str(other)], "", 0)
     version, reason = launcher.nvrtc()
     assert version is None
-    assert reason.startswith(
-        "NVRTC, which compiles row programs, was not found (no libnvrtc.so.99; "
-    )
+    assert reason.startswith("NVRTC, which compiles kernels, was not found (no libnvrtc.so.99; ")
     assert str(other) in reason
     assert "pip install nvidia-cuda-nvrtc" in reason
     assert launcher.problem() == reason
-    with pytest.raises(RuntimeError, match="NVRTC, which compiles row programs, was not found"):
+    with pytest.raises(RuntimeError, match="NVRTC, which compiles kernels, was not found"):
         launcher.compile(SCALE, 90)
     assert not launch.can_compile_for(90)
 
@@ -144,9 +142,7 @@ def test_status_without_nvrtc():
     try:
         assert not _lib.row_programs().available
         line = repr(_lib.status()).splitlines()[-1]
-        assert line.startswith(
-            "  fuse  plain XLA formulas: NVRTC, which compiles row programs, was"
-        )
+        assert line.startswith("  fuse  plain XLA formulas: NVRTC, which compiles kernels, was")
     finally:
         _lib.row_programs.cache_clear()
 
@@ -394,16 +390,26 @@ def test_processes_share_a_folder(size, tmp_path):
 # ---- attributes and sizes ----
 
 
+def encoded(made, **changes):
+    attributes = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in made.items()}
+    return {**attributes, "version": int(attributes["version"]), **changes}
+
+
 def plan(made, *buffer_dims, resident=1000, **changes):
-    attributes = {
-        k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in made.attributes.items()
-    }
-    attributes = {**attributes, "version": int(attributes["version"]), **changes}
-    result = launch.plan_launch(
-        **attributes, buffer_dims=[list(d) for d in buffer_dims], resident=resident
+    rows, chunks, groups, dims, launches = launch.plan_launches(
+        encoded(made.attributes, **changes), [list(d) for d in buffer_dims], resident
     )
-    names = "grid threads rows chunks groups dims finish_grid finish_threads".split()
-    return dict(zip(names, result, strict=True))
+    finish = launches[1][1:3] if len(launches) > 1 else ((0, 0, 0), (0, 0, 0))
+    return {
+        "grid": launches[0][1],
+        "threads": launches[0][2][0],
+        "rows": rows,
+        "chunks": chunks,
+        "groups": groups,
+        "dims": dims,
+        "finish_grid": finish[0],
+        "finish_threads": finish[1][1],
+    }
 
 
 def test_a_block_for_each_tile():
@@ -458,17 +464,16 @@ def test_persistent_blocks(groups, tiles, blocks, resident, multiple, chunks):
     assert groups * chunks <= max(blocks, groups)  # which scratch has room for
 
 
-def test_blocks_that_run_together():
-    """As many as the GPU holds at once, or an error: blocks that wait for others would wait for ever."""
-    made = call(cluster=33, blocks=4, rows_per_tile=1, together=True)
-    assert plan(made, (64, 64), (64, 64), resident=4)["grid"] == (132, 1, 1)
+def test_blocks_that_share_rows_without_a_cluster():
+    """The grid says how many there are. All of them run at once."""
+    made = call(cluster=33, together=True, blocks=4, rows_per_tile=1)
+    p = plan(made, (64, 64), (64, 64), resident=4)
+    assert (p["chunks"], p["grid"]) == (4, (132, 1, 1))
     assert plan(made, (64, 64), (64, 64), resident=3)["grid"] == (99, 1, 1)
     assert plan(made, (2, 64), (2, 64), resident=4)["grid"] == (66, 1, 1)
-    with pytest.raises(ValueError, match="33 blocks must run at once, the GPU runs 0"):
-        plan(made, (64, 64), (64, 64), resident=0)
-    groups = call(cluster=33, blocks=4, together=True, group_dims=1, sizes=((0, 0, 1), (0, 1, 1)))
-    with pytest.raises(ValueError, match="165 blocks must run at once, the GPU runs 132"):
-        plan(groups, (5, 64), (5, 64), resident=4)
+    many = call(cluster=100_000, together=True, rows_per_tile=1)
+    with pytest.raises(ValueError, match="need more than 2147483647 blocks"):
+        plan(many, (64_000, 64), (64_000, 64))
 
 
 @pytest.mark.parametrize(
@@ -509,20 +514,14 @@ def test_more_rows_than_32_bits():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(version=2), "this program has version 2 of the attributes, this jaxnorm knows 1"),
+        (dict(version=3), "this program has version 3 of the attributes, this jaxnorm knows 2"),
         (dict(source=""), "source must not be empty"),
-        (dict(launch=[128] * 6), "launch must have 7 or 8 numbers, got 6"),
-        (dict(launch=[0, 0, 1, 1, 0, 1, 0]), "threads must be from 1 to 1024, got 0"),
-        (dict(launch=[1025, 0, 1, 1, 0, 1, 0]), "threads must be from 1 to 1024, got 1025"),
-        (dict(launch=[1, -1, 1, 1, 0, 1, 0]), "shared_bytes must be from 0 to 1048576, got -1"),
-        (dict(launch=[1, 0, 17, 1, 0, 1, 0]), "cluster must be from 1 to 16, got 17"),
-        (dict(launch=[1, 0, 17, 1, 0, 1, 0, 0]), "cluster must be from 1 to 16, got 17"),
-        (dict(launch=[1, 0, 4097, 1, 0, 1, 0, 1]), "cluster must be from 1 to 4096, got 4097"),
-        (dict(launch=[1, 0, 1, 1, 0, 1, 0, 2]), "together must be from 0 to 1, got 2"),
-        (dict(launch=[1, 0, 1, 0, 0, 1, 0]), "rows_per_tile must be from 1 to"),
-        (dict(launch=[1, 0, 1, 1, -1, 1, 0]), "blocks must be from 0 to"),
-        (dict(launch=[1, 0, 1, 1, 0, 0, 0]), "chunk_multiple must be from 1 to"),
-        (dict(launch=[1, 0, 1, 1, 0, 1, 2]), "group_dims must be from 0 to 1, got 2"),
+        (dict(row_tiles=[1] * 3), "row_tiles must have 0 or 4 numbers, got 3"),
+        (dict(row_tiles=[0, 0, 1, 0]), "rows_per_tile must be from 1 to"),
+        (dict(row_tiles=[1, -1, 1, 0]), "blocks must be from 0 to"),
+        (dict(row_tiles=[1, 0, 0, 0]), "chunk_multiple must be from 1 to"),
+        (dict(row_tiles=[1, 0, 1, 2]), "group_dims must be from 0 to 1, got 2"),
+        (dict(row_tiles=[]), "a grid by a rule needs row_tiles"),
         (
             dict(sizes=[0, 0]),
             "sizes must have 3 numbers for each of at most 8 row dimensions, got 2",
@@ -538,15 +537,6 @@ def test_more_rows_than_32_bits():
         (dict(sizes=[0, 2, 1]), "dimension 2 of buffer 0 is asked for, it has 2"),
         (dict(sizes=[0, 0, 3]), "a dimension of 10 is no multiple of 3"),
         (dict(sizes=[-1, 2**31, 1]), "a row dimension must be at most 2147483647, got 2147483648"),
-        (dict(arguments=[0, 64]), "arguments must be from 0 to 63, got 64"),
-        (dict(arguments=[-1]), "arguments must be from 0 to 63, got -1"),
-        (dict(arguments=[0, 2]), "buffer 2 is asked for, the call has 2"),
-        (dict(arguments=[0] * 65), "arguments must name at most 64 buffers, got 65"),
-        (dict(finish=[1]), "finish must have 0 or 2 numbers, got 1"),
-        (dict(finish=[0, 1]), "the blocks of finish along x must be from 1 to"),
-        (dict(finish=[1, 65536]), "the blocks of finish along z must be from 1 to 65535"),
-        (dict(finish_arguments=[0]), "finish_arguments need finish"),
-        (dict(finish=[1, 1], finish_arguments=[9]), "buffer 9 is asked for, the call has 2"),
         (dict(sizes=[-1, 2**31 - 1, 1] * 3), "the number of rows does not fit 64 bits"),
         (dict(sizes=[-1, 2**31 - 1, 1] * 2), "in tiles of 4 need more than 2147483647 blocks"),
     ],
@@ -555,6 +545,94 @@ def test_checks(changes, message):
     with pytest.raises(ValueError, match="^jaxnorm: row_program: ") as raised:
         plan(call(), (10, 64), (10, 64), **changes)
     assert message in str(raised.value)
+
+
+LAUNCH = [0, 0, 6, 1, 1, 128, 1, 1, 0, 1, 0, 1, 1]  # of one argument of one word
+
+
+@pytest.mark.parametrize(
+    ("launches", "message"),
+    [
+        ([1, *LAUNCH[1:]], "the kernel of a launch must be from 0 to 0, got 1"),
+        ([0, 3], "the rule of a grid must be from 0 to 2, got 3"),
+        ([0, 0, 0], "the blocks along x must be from 1 to"),
+        ([0, 0, 1, 65536], "the blocks along y must be from 1 to 65535, got 65536"),
+        ([0, 0, 1, 1, 0], "the blocks along z must be from 1 to"),
+        ([*LAUNCH[:5], 1025], "threads must be from 1 to 1024, got 1025"),
+        ([*LAUNCH[:5], 512, 4, *LAUNCH[7:]], "threads must be from 1 to 1024, got 2048"),
+        ([*LAUNCH[:8], -1], "shared_bytes must be from 0 to 1048576, got -1"),
+        ([*LAUNCH[:9], 17], "cluster must be from 1 to 16, got 17"),
+        ([*LAUNCH[:9], 4, *LAUNCH[10:]], "6 blocks are no multiple of clusters of 4"),
+        ([*LAUNCH[:10], 4], "the flags of a launch must be from 0 to 3, got 4"),
+        ([*LAUNCH[:11], 129], "the number of arguments must be from 0 to 128, got 129"),
+        ([*LAUNCH[:12], 513], "the number of an argument's words must be from 1 to 512, got 513"),
+        ([*LAUNCH[:12], 0], "the number of an argument's words must be from 1 to 512, got 0"),
+        (LAUNCH, "launches ends where the kind of a word should be"),
+        ([*LAUNCH, 7, 0, 0], "the kind of a word must be from 0 to 6, got 7"),
+        ([*LAUNCH, 1, 64, 0], "the buffer or dimension of a word must be from 0 to 63, got 64"),
+        ([*LAUNCH, 6, 1, 0], "the buffer or dimension of a word must be from 0 to 0, got 1"),
+        ([*LAUNCH, 1, 2, 0], "buffer 2 is asked for, the call has 2"),
+        ([*LAUNCH, 1, 0, -1], "the offset of a word must be from 0 to"),
+        ([*LAUNCH, 1, 0, 1], "an offset of 1 bytes lies beyond buffer 0"),
+        ([*LAUNCH, 0, 1, 0] * 257, "at most 256 launches"),
+    ],
+)
+def test_checks_of_launches(launches, message):
+    with pytest.raises(ValueError, match="^jaxnorm: row_program: ") as raised:
+        plan(call(), (10, 64), (10, 64), launches=launches)
+    assert message in str(raised.value)
+
+
+def two_launches(**changes):
+    """Of 640 bytes to 80."""
+    structure = _launch.packed(
+        ("u", 7), _launch.Pointer(0, 64), [("h", 5), ("b", True)], ("f", 1.5), _launch.TAG
+    )
+    launches = [
+        _launch.Launch("first", (6, 1, 1), (128, 1, 1), (structure,), cluster=2),
+        _launch.Launch(
+            "second", (1, 2, 3), (32, 4, 1), ((_launch.pointer(1),), (_launch.number(-3),))
+        ),
+        _launch.Launch("first", (2, 1, 1), (128, 1, 1), (structure,), cooperative=True, early=True),
+    ]
+    return {**_launch.attributes("pair", "text", launches, (640, 80)), **changes}
+
+
+def test_arguments_are_words_of_memory():
+    made = encoded(two_launches())
+    assert made["kernels"] == "first second"
+    *_, launches = launch.plan_launches(made, [[10, 64], [80]], 1)
+    structure = [7, 64, 5 | 1 << 16 | int(np.float32(1.5).view(np.int32)) << 32, 0]
+    assert launches == [
+        ("first", (6, 1, 1), (128, 1, 1), [structure]),
+        ("second", (1, 2, 3), (32, 4, 1), [[1 << 32], [-3]]),
+        ("first", (2, 1, 1), (128, 1, 1), [structure]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dims", "changes", "message"),
+    [
+        ([[10, 64]], {}, "buffer 1 is asked for, the call has 1"),
+        ([[10, 64], [80], [1]], {}, "the call has 3 buffers, its plan is for 2"),
+        ([[10, 63], [80]], {}, "buffer 0 has 630 bytes, its plan is for 640"),
+        ([[10, 64], [81]], {}, "buffer 1 has 81 bytes, its plan is for 80"),
+        ([], dict(buffer_bytes=[32, 80]), "an offset of 64 bytes lies beyond buffer 0"),
+        ([], dict(buffer_bytes=[1] * 65), "buffer_bytes must name at most 64 buffers, got 65"),
+    ],
+)
+def test_checks_of_buffers(dims, changes, message):
+    with pytest.raises(ValueError, match="^jaxnorm: pair: ") as raised:
+        launch.plan_launches(encoded(two_launches(), **changes), dims, 1)
+    assert message in str(raised.value)
+
+
+def test_structures_are_laid_out_as_in_c():
+    words = _launch.packed(("b", True), [("h", 2), ("l", 3), ("b", False)], ("d", 0.0), ("i", -1))
+    assert [w.value for w in words] == [1, 2, 3, 0, 0, 2**32 - 1]
+    assert _launch.size_of(("b", True), ("u", 1), ("h", 1)) == 12
+    assert _launch.size_of(("u", 1), [("u", 1), ("l", 1)]) == 24
+    assert _launch.packed(_launch.Pointer(None)) == (_launch.number(0),)
 
 
 def test_checks_of_groups():
@@ -578,7 +656,7 @@ def test_attributes_are_decoded_when_xla_compiles():
         "threads": "threads must be from 1 to 1024, got 4096",
         "source": "the attribute source must be a string",
         "sizes": "the attribute sizes must be an array of int64",
-        "missing": "the attribute finish must be an array of int64",
+        "missing": "the attribute row_tiles must be an array of int64",
     }.items():
         assert result[name].startswith("refused: "), name
         assert message in result[name], name

@@ -228,7 +228,9 @@ def test_compile_figures(monkeypatch):
     """As on an H100: NVRTC needs no GPU."""
     if launcher.nvrtc()[0] is None:
         pytest.skip("there is no NVRTC")
-    monkeypatch.setattr(launcher, "gpus", lambda: [launcher.Gpu("H100", 90, 132, 227 << 10)])
+    monkeypatch.setattr(
+        launcher, "gpus", lambda: [launcher.Gpu("H100", 90, 132, 227 << 10, 50 << 20)]
+    )
     monkeypatch.setattr(launcher, "problem", lambda: "")
     case = next(case for case in ALL if case.name == "rms_norm")
     program = row_peers.trace("jaxnorm", case, "both", case.sizes)

@@ -5,7 +5,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "batch_norm_args.h"
 #include "call.h"
 #include "cross_entropy_args.h"
 #include "norm_args.h"
@@ -26,16 +25,6 @@ Error RunReluBwd(cudaStream_t stream, const ReluArgs& args);
 
 Error RunNormFwd(cudaStream_t stream, const NormFwdArgs& args, Scratch scratch);
 Error RunNormBwd(cudaStream_t stream, const NormBwdArgs& args, Scratch scratch);
-
-// `scratch` is what Python gives a reduction. The sums also write dresidual, if the call has it; the bits are no ragged ones
-// then.
-Error RunBatchNormStats(cudaStream_t stream, const BatchNormArgs& args, Scratch scratch);
-Error RunBatchNormFwd(cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu);
-Error RunBatchNormSums(cudaStream_t stream, const BatchNormArgs& args, double epsilon, Scratch scratch);
-Error RunBatchNormDx(cudaStream_t stream, const BatchNormArgs& args, double epsilon, int64_t replicas);
-Error RunBatchNormTrain(cudaStream_t stream, const BatchNormArgs& args, double epsilon, bool relu, Scratch scratch);
-Error RunBatchNormBwd(cudaStream_t stream, const BatchNormArgs& args, double epsilon, int64_t replicas,
-                      Scratch scratch);
 
 }  // namespace jaxnorm
 

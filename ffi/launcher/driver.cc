@@ -7,6 +7,7 @@ namespace {
 
 // CUdevice_attribute
 constexpr int kMultiprocessors = 16;
+constexpr int kL2Bytes = 38;
 constexpr int kMajor = 75;
 constexpr int kMinor = 76;
 constexpr int kSharedBytesOptIn = 97;
@@ -76,6 +77,7 @@ Gpus Find() {
     driver.DeviceGetAttribute(&minor, kMinor, device);
     driver.DeviceGetAttribute(&gpu.multiprocessors, kMultiprocessors, device);
     driver.DeviceGetAttribute(&gpu.shared_bytes, kSharedBytesOptIn, device);
+    driver.DeviceGetAttribute(&gpu.l2_bytes, kL2Bytes, device);
     gpu.name = name;
     gpu.architecture = major * 10 + minor;
     gpus.list.push_back(gpu);

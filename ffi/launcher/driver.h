@@ -17,7 +17,7 @@ struct CudaLaunchAttribute {
     struct {
       unsigned x, y, z;
     } cluster;
-    int cooperative;
+    int on;
   } value;
 };
 struct CudaLaunchConfig {
@@ -29,8 +29,9 @@ struct CudaLaunchConfig {
 static_assert(sizeof(CudaLaunchAttribute) == 72 && sizeof(CudaLaunchConfig) == 56);
 
 // CUlaunchAttributeID
-inline constexpr unsigned kLaunchAttributeCooperative = 2;  // all blocks run at once, or the launch fails
+inline constexpr unsigned kLaunchAttributeCooperative = 2;
 inline constexpr unsigned kLaunchAttributeCluster = 4;
+inline constexpr unsigned kLaunchAttributeEarly = 6;  // "programmatic stream serialization"
 // CUfunction_attribute
 inline constexpr int kMaxDynamicSharedBytes = 8;
 inline constexpr int kNonPortableClusterAllowed = 14;
@@ -76,6 +77,7 @@ struct Gpu {
   int architecture = 0;  // XY of sm_XY
   int multiprocessors = 0;
   int shared_bytes = 0;  // that a block can ask for
+  int l2_bytes = 0;
 };
 
 // The GPUs that this process sees, by ordinal; none, with a reason, where there is no driver. Asked once.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <memory>
+#include <random>
 #include <string>
 #include <string_view>
 
@@ -48,10 +49,16 @@ ffi::TypeId State::id = {};
 constexpr XLA_FFI_TypeInfo kStateInfo = ffi::MakeTypeInfo<State>();
 
 ffi::Error ToFfi(const Error& error) { return ffi::Error(error.code(), error.message()); }
-Error Invalid(const std::string& what) { return Error::InvalidArgument("jaxnorm: row_program: " + what); }
-Error Internal(const std::string& what) { return Error::Internal("jaxnorm: row_program: " + what); }
+Error Invalid(const std::string& what) { return Error::InvalidArgument("jaxnorm: launch: " + what); }
 
 // ---- instantiate ----
+
+Error ReadText(const ffi::Dictionary& dictionary, const char* name, std::string_view* text) {
+  const auto found = dictionary.get<std::string_view>(name);
+  if (!found.has_value()) return Invalid(std::string("the attribute ") + name + " must be a string");
+  *text = *found;
+  return Error::Success();
+}
 
 Error ReadIntegers(const ffi::Dictionary& dictionary, const char* name, Integers* integers) {
   const auto span = dictionary.get<ffi::Span<const int64_t>>(name);
@@ -65,14 +72,13 @@ Error ReadAttributes(const ffi::Dictionary& dictionary, Attributes* attributes) 
   if (!version.has_value()) return Invalid("the attribute version must be an int64");
   attributes->version = *version;
   if (*version != Attributes::kVersion) return Error::Success();  // others may look different; DecodePlan refuses them
-  const auto source = dictionary.get<std::string_view>("source");
-  if (!source.has_value()) return Invalid("the attribute source must be a string");
-  attributes->source = *source;
-  JAXNORM_RETURN_IF_ERROR(ReadIntegers(dictionary, "launch", &attributes->launch));
-  JAXNORM_RETURN_IF_ERROR(ReadIntegers(dictionary, "sizes", &attributes->sizes));
-  JAXNORM_RETURN_IF_ERROR(ReadIntegers(dictionary, "arguments", &attributes->arguments));
-  JAXNORM_RETURN_IF_ERROR(ReadIntegers(dictionary, "finish", &attributes->finish));
-  return ReadIntegers(dictionary, "finish_arguments", &attributes->finish_arguments);
+  JAXNORM_RETURN_IF_ERROR(ReadText(dictionary, "operation", &attributes->operation));
+  JAXNORM_RETURN_IF_ERROR(ReadText(dictionary, "source", &attributes->source));
+  JAXNORM_RETURN_IF_ERROR(ReadText(dictionary, "kernels", &attributes->kernels));
+  JAXNORM_RETURN_IF_ERROR(ReadIntegers(dictionary, "launches", &attributes->launches));
+  JAXNORM_RETURN_IF_ERROR(ReadIntegers(dictionary, "buffer_bytes", &attributes->buffer_bytes));
+  JAXNORM_RETURN_IF_ERROR(ReadIntegers(dictionary, "row_tiles", &attributes->row_tiles));
+  return ReadIntegers(dictionary, "sizes", &attributes->sizes);
 }
 
 Error MakeState(const ffi::Dictionary& dictionary, State* state) {
@@ -83,7 +89,7 @@ Error MakeState(const ffi::Dictionary& dictionary, State* state) {
   // Without a GPU the executable is for another machine.
   if (!AllGpus().reason.empty()) return Error::Success();
   const std::string error = OnEachDevice([state](int ordinal) { return state->Load(ordinal); });
-  return error.empty() ? Error::Success() : Invalid(error);
+  return error.empty() ? Error::Success() : state->plan.Invalid(error);
 }
 
 ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary dictionary) {
@@ -93,83 +99,38 @@ ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary dictionary) {
     if (error.failure()) return ffi::Unexpected(ToFfi(error));
     return state;
   } catch (const std::exception& error) {
-    return ffi::Unexpected(ToFfi(Internal(error.what())));
+    return ffi::Unexpected(ToFfi(Error::Internal(std::string("jaxnorm: launch: ") + error.what())));
   }
 }
 
 // ---- execute ----
 
-// A kernel's arguments: pointers to buffers, then numbers.
-class KernelArguments {
- public:
-  void AppendBuffers(const BufferList& list, const Buffers& buffers) {
-    for (int buffer : list) Append(reinterpret_cast<uint64_t>(buffers[buffer].data));
-  }
-  // An int lies in the low half, which comes first in memory.
-  void Append(uint64_t value) {
-    values_[size_] = value;
-    pointers_[size_] = &values_[size_];
-    ++size_;
-  }
-  void AppendDims(const Plan& plan, const Launches& launches) {
-    for (int k = 0; k < plan.sizes.size; ++k) Append(launches.dims[k]);
-  }
-  void** pointers() { return pointers_.data(); }
-
- private:
-  static constexpr int kMax = kMaxBuffers + 3 + kMaxRowDims;
-  std::array<uint64_t, kMax> values_;
-  std::array<void*, kMax> pointers_;
-  int size_ = 0;
-};
-
-Error Launch(const char* name, const CudaLaunchConfig& config, void* kernel, KernelArguments* arguments) {
-  const Driver& driver = StartedDriver();
-  const int result = driver.LaunchKernel(&config, kernel, arguments->pointers(), nullptr);
-  if (result == 0) return Error::Success();
-  return Internal(driver.Describe(std::string("launching ") + name, result));
+// A tag that no other launch has, of this process or another: a multiple of kTagStep, which is left for counting.
+uint64_t NextTag() {
+  constexpr uint64_t kTagStep = 1 << 16;
+  static std::atomic<uint64_t> next = [] {
+    std::random_device random;
+    return (uint64_t{random()} << 32 | random()) / kTagStep * kTagStep;
+  }();
+  return next.fetch_add(kTagStep, std::memory_order_relaxed);
 }
 
-Error LaunchBoth(const Plan& plan, const Kernels& kernels, const Buffers& buffers, void* stream) {
-  Launches launches;
-  JAXNORM_RETURN_IF_ERROR(SizeLaunches(plan, buffers, kernels.resident, &launches));
-  if (launches.grid.x > 0) {
-    KernelArguments arguments;
-    arguments.AppendBuffers(plan.arguments, buffers);
-    arguments.Append(launches.rows);
-    arguments.Append(launches.chunks);
-    arguments.AppendDims(plan, launches);
-    CudaLaunchAttribute attribute{};
-    if (plan.together) {
-      attribute.id = kLaunchAttributeCooperative;
-      attribute.value.cooperative = 1;
-    } else {
-      attribute.id = kLaunchAttributeCluster;
-      attribute.value.cluster = {static_cast<unsigned>(plan.cluster), 1, 1};
-    }
-    const Grid& grid = launches.grid;
-    const CudaLaunchConfig config{grid.x,
-                                  grid.y,
-                                  grid.z,
-                                  static_cast<unsigned>(plan.threads),
-                                  1,
-                                  1,
-                                  static_cast<unsigned>(plan.shared_bytes),
-                                  stream,
-                                  &attribute,
-                                  plan.cluster > 1 ? 1u : 0u};
-    JAXNORM_RETURN_IF_ERROR(Launch("row_program", config, kernels.row_program, &arguments));
-  }
-  if (launches.finish_grid.x > 0) {
-    KernelArguments arguments;
-    arguments.AppendBuffers(plan.finish_arguments, buffers);
-    arguments.Append(launches.rows);
-    arguments.Append(launches.chunks);
-    arguments.Append(launches.groups);
-    arguments.AppendDims(plan, launches);
-    const Grid& grid = launches.finish_grid;
-    const CudaLaunchConfig config{grid.x, grid.y, grid.z, 32, launches.finish_threads_y, 1, 0, stream, nullptr, 0};
-    JAXNORM_RETURN_IF_ERROR(Launch("row_program_finish", config, kernels.finish, &arguments));
+Error LaunchAll(const Plan& plan, const Kernels& kernels, const Buffers& buffers, void* stream) {
+  JAXNORM_RETURN_IF_ERROR(CheckBuffers(plan, buffers));
+  Rows rows;
+  if (plan.has_rows) JAXNORM_RETURN_IF_ERROR(CountRows(plan, buffers, kernels.resident, &rows));
+  const Driver& driver = StartedDriver();
+  for (size_t i = 0; i < plan.launches.size(); ++i) {
+    const Launch& launch = plan.launches[i];
+    Size size;
+    JAXNORM_RETURN_IF_ERROR(SizeLaunch(plan, launch, rows, &size));
+    if (size.grid.x == 0) continue;
+    Arguments arguments;
+    FillArguments(launch, buffers, rows, NextTag(), &arguments);
+    LaunchAttributes attributes(launch, *kernels.gpu);
+    const CudaLaunchConfig config = LaunchConfig(launch, size, &attributes, stream);
+    const int result = driver.LaunchKernel(&config, kernels.of_launch[i], arguments.pointers.data(), nullptr);
+    if (result != 0) return plan.Internal(driver.Describe("launching " + plan.kernels[launch.kernel], result));
   }
   return Error::Success();
 }
@@ -181,7 +142,8 @@ Error CollectBuffers(const ffi::RemainingArgs& operands, const ffi::RemainingRet
   }
   auto append = [buffers](const ffi::AnyBuffer& buffer) {
     const auto dims = buffer.dimensions();
-    buffers->Append({buffer.untyped_data(), dims.begin(), static_cast<int>(dims.size())});
+    buffers->Append({buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes()), dims.begin(),
+                     static_cast<int>(dims.size())});
   };
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto operand = operands.get<ffi::AnyBuffer>(i);
@@ -201,12 +163,12 @@ Error Run(void* stream, int ordinal, State* state, const ffi::RemainingArgs& ope
   const bool known = ordinal >= 0 && ordinal < kMaxDevices;
   const Kernels* kernels = known ? state->ready[ordinal].load(std::memory_order_acquire) : nullptr;
   if (kernels == nullptr) {  // the device was not in use when the executable was made
-    if (std::string error = state->Load(ordinal); !error.empty()) return Internal(error);
+    if (std::string error = state->Load(ordinal); !error.empty()) return state->plan.Internal(error);
     kernels = state->ready[ordinal].load(std::memory_order_acquire);
   }
   Buffers buffers;
   JAXNORM_RETURN_IF_ERROR(CollectBuffers(operands, results, &buffers));
-  return LaunchBoth(state->plan, *kernels, buffers, stream);
+  return LaunchAll(state->plan, *kernels, buffers, stream);
 }
 
 ffi::Error Execute(void* stream, int32_t ordinal, State* state, ffi::RemainingArgs operands,
@@ -214,7 +176,7 @@ ffi::Error Execute(void* stream, int32_t ordinal, State* state, ffi::RemainingAr
   try {
     return ToFfi(Run(stream, ordinal, state, operands, results));
   } catch (const std::exception& error) {
-    return ToFfi(Internal(error.what()));
+    return ToFfi(state->plan.Internal(error.what()));
   }
 }
 
@@ -230,9 +192,9 @@ XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
                            .RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_Error* RowProgramInstantiate(XLA_FFI_CallFrame* frame) { return kInstantiate(frame); }
-XLA_FFI_Error* RowProgramExecute(XLA_FFI_CallFrame* frame) { return kExecute(frame); }
-XLA_FFI_TypeId* RowProgramStateId() { return &State::id; }
-const XLA_FFI_TypeInfo* RowProgramStateInfo() { return &kStateInfo; }
+XLA_FFI_Error* LaunchInstantiate(XLA_FFI_CallFrame* frame) { return kInstantiate(frame); }
+XLA_FFI_Error* LaunchExecute(XLA_FFI_CallFrame* frame) { return kExecute(frame); }
+XLA_FFI_TypeId* LaunchStateId() { return &State::id; }
+const XLA_FFI_TypeInfo* LaunchStateInfo() { return &kStateInfo; }
 
 }  // namespace jaxnorm

@@ -34,31 +34,50 @@ nb::tuple CompileInPython(const std::string& source, int architecture) {
                         in_memory ? 0.0 : code->seconds, in_memory || code->cached);
 }
 
-// What the target would launch for buffers of these dimensions: ((grid), threads, rows, chunks, groups, dims, (finish
-// grid), finish's threads along y). A ValueError is what the target returns.
-nb::tuple PlanLaunch(int64_t version, const std::string& source, const Numbers& launch, const Numbers& sizes,
-                     const Numbers& arguments, const Numbers& finish, const Numbers& finish_arguments,
-                     const std::vector<Numbers>& buffer_dims, int64_t resident) {
-  auto integers = [](const Numbers& numbers) { return Integers{numbers.data(), numbers.size()}; };
+// What the target would launch for buffers of these dimensions, of one byte for each element: (rows, chunks, groups,
+// dims, for each launch (kernel, grid, block, arguments)), where an argument is its words in memory. The address of a
+// buffer is its number, times 2^32. A ValueError is what the target returns.
+nb::tuple PlanLaunches(const nb::dict& given, const std::vector<Numbers>& buffer_dims, int64_t resident) {
   auto check = [](const Error& error) {
     if (error.failure()) throw nb::value_error(error.message().c_str());
   };
+  auto text = [&](const char* name) { return nb::cast<std::string>(given[name]); };
+  auto numbers = [&](const char* name) { return nb::cast<Numbers>(given[name]); };
+  auto integers = [](const Numbers& numbers) { return Integers{numbers.data(), numbers.size()}; };
+  const std::string operation = text("operation"), source = text("source"), kernels = text("kernels");
+  const Numbers launches = numbers("launches"), bytes = numbers("buffer_bytes"), tiles = numbers("row_tiles"),
+                sizes = numbers("sizes");
   Plan plan;
-  check(DecodePlan({version, source, integers(launch), integers(sizes), integers(arguments), integers(finish),
-                    integers(finish_arguments)},
+  check(DecodePlan({nb::cast<int64_t>(given["version"]), operation, source, kernels, integers(launches),
+                    integers(bytes), integers(tiles), integers(sizes)},
                    &plan));
   if (buffer_dims.size() > kMaxBuffers) throw nb::value_error("too many buffers");
   Buffers buffers;
   for (const Numbers& dims : buffer_dims) {
-    buffers.Append({nullptr, dims.data(), static_cast<int>(dims.size())});
+    int64_t size = 1;
+    for (int64_t dim : dims) size *= dim;
+    buffers.Append({reinterpret_cast<void*>(static_cast<int64_t>(buffers.size) << 32), size, dims.data(),
+                    static_cast<int>(dims.size())});
   }
-  Launches launches;
-  check(SizeLaunches(plan, buffers, resident, &launches));
-  auto tuple = [](const Grid& grid) { return nb::make_tuple(grid.x, grid.y, grid.z); };
-  nb::list dims;
-  for (int k = 0; k < plan.sizes.size; ++k) dims.append(launches.dims[k]);
-  return nb::make_tuple(tuple(launches.grid), plan.threads, launches.rows, launches.chunks, launches.groups,
-                        nb::tuple(dims), tuple(launches.finish_grid), launches.finish_threads_y);
+  check(CheckBuffers(plan, buffers));
+  Rows rows;
+  if (plan.has_rows) check(CountRows(plan, buffers, resident, &rows));
+  auto tuple = [](const Extent& extent) { return nb::make_tuple(extent.x, extent.y, extent.z); };
+  nb::list dims, made;
+  for (int k = 0; k < plan.rows.sizes.size; ++k) dims.append(rows.dims[k]);
+  for (const Launch& launch : plan.launches) {
+    Size size;
+    check(SizeLaunch(plan, launch, rows, &size));
+    Arguments arguments;
+    FillArguments(launch, buffers, rows, 0, &arguments);
+    nb::list all;
+    for (size_t i = 0; i < launch.words.size(); ++i) {
+      const auto* words = static_cast<const uint64_t*>(arguments.pointers[i]);
+      all.append(Numbers(words, words + launch.words[i]));
+    }
+    made.append(nb::make_tuple(plan.kernels[launch.kernel], tuple(size.grid), tuple(size.block), all));
+  }
+  return nb::make_tuple(rows.rows, rows.chunks, rows.groups, nb::tuple(dims), made);
 }
 
 }  // namespace
@@ -69,16 +88,16 @@ NB_MODULE(_launcher, m) {
   m.attr("XLA_FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("types", [] {
     nb::dict types, state;
-    state["type_id"] = nb::capsule(static_cast<const void*>(jaxnorm::RowProgramStateId()));
-    state["type_info"] = nb::capsule(static_cast<const void*>(jaxnorm::RowProgramStateInfo()));
-    types["row_program_state"] = state;
+    state["type_id"] = nb::capsule(static_cast<const void*>(jaxnorm::LaunchStateId()));
+    state["type_info"] = nb::capsule(static_cast<const void*>(jaxnorm::LaunchStateInfo()));
+    types["launch_state"] = state;
     return types;
   });
   m.def("targets", [] {
     nb::dict targets, stages;
-    stages["instantiate"] = jaxnorm::Handler(jaxnorm::RowProgramInstantiate);
-    stages["execute"] = jaxnorm::Handler(jaxnorm::RowProgramExecute);
-    targets["row_program"] = stages;
+    stages["instantiate"] = jaxnorm::Handler(jaxnorm::LaunchInstantiate);
+    stages["execute"] = jaxnorm::Handler(jaxnorm::LaunchExecute);
+    targets["launch"] = stages;
     return targets;
   });
   m.def("configure", &jaxnorm::Configure, nb::arg("nvrtc"), nb::arg("cache_folder"), nb::arg("cache_limit"));
@@ -91,12 +110,10 @@ NB_MODULE(_launcher, m) {
     const jaxnorm::Gpus& gpus = jaxnorm::AllGpus();
     nb::list list;
     for (const jaxnorm::Gpu& gpu : gpus.list) {
-      list.append(nb::make_tuple(gpu.name, gpu.architecture, gpu.multiprocessors, gpu.shared_bytes));
+      list.append(nb::make_tuple(gpu.name, gpu.architecture, gpu.multiprocessors, gpu.shared_bytes, gpu.l2_bytes));
     }
     return nb::make_tuple(list, gpus.reason);
   });
   m.def("compile", &jaxnorm::CompileInPython, nb::arg("source"), nb::arg("architecture"));
-  m.def("plan_launch", &jaxnorm::PlanLaunch, nb::arg("version"), nb::arg("source"), nb::arg("launch"), nb::arg("sizes"),
-        nb::arg("arguments"), nb::arg("finish"), nb::arg("finish_arguments"), nb::arg("buffer_dims"),
-        nb::arg("resident"));
+  m.def("plan_launches", &jaxnorm::PlanLaunches, nb::arg("attributes"), nb::arg("buffer_dims"), nb::arg("resident"));
 }

@@ -28,7 +28,7 @@ void OpenBuiltinsBeside(const fs::path& library) {
 
 Nvrtc::Nvrtc(const std::vector<std::string>& candidates) {
   const int driver = OpenedDriver().cuda / 1000;  // 0 without a driver: nothing can run, all can compile
-  std::string reasons = "NVRTC, which compiles row programs, was not found (";
+  std::string reasons = "NVRTC, which compiles kernels, was not found (";
   for (const std::string& candidate : candidates) {
     std::string reason = Open(candidate);
     if (reason.empty() && driver != 0 && major_ > driver) {
@@ -90,9 +90,10 @@ int Nvrtc::TargetFor(int architecture) const {
 
 std::vector<std::string> Nvrtc::Options(int target) const {
   // A cubin: PTX of an NVRTC that is newer than the driver would be refused. Functions that a kernel does not use (177) are
-  // no reason for a warning.
+  // no reason for a warning. Generic lambdas have no annotation of where they run.
   std::vector<std::string> options = {"--gpu-architecture=sm_" + std::to_string(target), "--std=c++17",
-                                      "--ptxas-options=-v", "--diag-suppress=177"};
+                                      "--ptxas-options=-v", "--diag-suppress=177",
+                                      "--device-as-default-execution-space"};
   // NVRTC's own cache would leave out the report of registers and spills.
   if (major_ >= 13) options.push_back("--no-cache");
   return options;
@@ -103,7 +104,7 @@ std::string Nvrtc::Compile(const std::string& source, const std::vector<std::str
   std::vector<const char*> pointers;
   for (const std::string& option : options) pointers.push_back(option.c_str());
   void* program = nullptr;
-  int result = CreateProgram(&program, source.c_str(), "row_program.cu", 0, nullptr, nullptr);
+  int result = CreateProgram(&program, source.c_str(), "jaxnorm.cu", 0, nullptr, nullptr);
   if (result != 0) return std::string("nvrtcCreateProgram: ") + GetErrorString(result);
   result = CompileProgram(program, static_cast<int>(pointers.size()), pointers.data());
   size_t size = 0;

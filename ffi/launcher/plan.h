@@ -1,11 +1,14 @@
-// What a call of a row program asks for, decoded and checked, and the sizes of its launches. Nothing here needs a GPU.
+// What a call asks for, decoded and checked, and what its launches are for the buffers of an execution. Nothing here
+// needs a GPU.
 #ifndef JAXNORM_LAUNCHER_PLAN_H_
 #define JAXNORM_LAUNCHER_PLAN_H_
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "call.h"
 
@@ -13,6 +16,10 @@ namespace jaxnorm {
 
 inline constexpr int kMaxBuffers = 64;
 inline constexpr int kMaxRowDims = 8;
+inline constexpr int kMaxLaunches = 256;
+// Of one launch. Kernels take 4 KiB of arguments.
+inline constexpr int kMaxArguments = 128;
+inline constexpr int kMaxWords = 512;
 
 template <typename T, int kMax>
 struct FixedVector {
@@ -31,19 +38,22 @@ struct Integers {
   int64_t operator[](size_t i) const { return data[i]; }
 };
 
-// A call's attributes as they come. They are part of exported programs, hence the version: a change of what they mean
-// is another number.
+// A call's attributes as they come from jaxnorm/_launch.py. They are part of exported programs, hence the version: a
+// change of what they mean is another number.
 struct Attributes {
-  static constexpr int64_t kVersion = 1;
+  static constexpr int64_t kVersion = 2;
 
   int64_t version = 0;
-  std::string_view source;    // CUDA text with the kernels row_program and, with `finish`, row_program_finish
-  Integers launch;            // threads, shared_bytes, cluster, rows_per_tile, blocks, chunk_multiple, group_dims,
-                              // optionally together
-  Integers sizes;             // for each row dimension: buffer (-1: none), dimension (or the size itself), divisor
-  Integers arguments;         // buffers that row_program is given
-  Integers finish;            // none, or blocks along x and z
-  Integers finish_arguments;  // buffers that row_program_finish is given
+  std::string_view operation;  // what error messages name
+  std::string_view source;     // CUDA text
+  std::string_view kernels;    // their names in the text, with a space between two of them
+  // For each launch: kernel, rule of the grid, grid (x, y, z), block (x, y, z), shared_bytes, cluster, flags (1:
+  // cooperative, 2: early), the number of its arguments, and for each of these the number of its words, and for each
+  // word its kind, value and offset.
+  Integers launches;
+  Integers buffer_bytes;  // none, or for each buffer how many bytes it has
+  Integers row_tiles;     // none, or rows_per_tile, blocks, chunk_multiple, group_dims
+  Integers sizes;         // for each row dimension: buffer (-1: none), dimension (or the size itself), divisor
 };
 
 struct RowDim {
@@ -52,49 +62,89 @@ struct RowDim {
   int64_t divisor;
 };
 
-// Buffers are the operands, then the results.
-using BufferList = FixedVector<int, kMaxBuffers>;
+// A group's rows are cut into tiles, which are dealt to `chunks` blocks or clusters.
+struct RowTiles {
+  int64_t rows_per_tile = 1;   // rows that a block takes at a time
+  int64_t blocks = 0;          // 0: a block for each tile. Otherwise at most so many, which go from tile to tile
+  int64_t chunk_multiple = 1;  // with `blocks`: the number of chunks is a multiple of this, or less
+  int group_dims = 0;          // leading row dimensions that number the groups of rows
+  FixedVector<RowDim, kMaxRowDims> sizes;
+};
+
+enum class Rule {
+  kFixed,
+  kTiles,         // for each chunk of each group as many blocks or clusters as the grid says, along x
+  kGroupsAlongY,  // and a block of 32 times as many threads as there are chunks, along y
+};
+
+struct Word {
+  enum Kind { kNumber, kBuffer, kTag, kRows, kChunks, kGroups, kRowDim, kKinds };
+  Kind kind;
+  int64_t value;   // of a number; else which buffer or dimension
+  int64_t offset;  // bytes from the start of a buffer
+};
+
+struct Extent {
+  unsigned x, y, z;
+};
+
+struct Launch {
+  int kernel;
+  Rule rule;
+  Extent grid, block;
+  int shared_bytes;        // dynamic shared memory of a block
+  int cluster;             // blocks of a cluster, which then stands where a block would
+  bool cooperative;        // all blocks run at once
+  bool early;              // blocks may begin before the launch before has ended, where the GPU can do that
+  std::vector<int> words;  // of each argument
+  std::vector<Word> all_words;
+};
 
 // Attributes that passed all checks which need no buffers.
 struct Plan {
-  int threads;             // of a block
-  int shared_bytes;        // dynamic shared memory of a block
-  int cluster;             // blocks of a cluster, which then stands where a block would
-  bool together;           // the blocks of a cluster may be anywhere in the grid, all of which runs at once
-  int64_t rows_per_tile;   // rows that a block takes at a time
-  int64_t blocks;          // 0: a block for each tile. Otherwise at most so many, which go from tile to tile
-  int64_t chunk_multiple;  // with `blocks`: the number of chunks is a multiple of this, or less
-  int group_dims;          // leading row dimensions that number the groups of rows
-  FixedVector<RowDim, kMaxRowDims> sizes;
-  BufferList arguments;
-  bool has_finish;
-  int finish_x, finish_z;
-  BufferList finish_arguments;
+  std::string operation;
+  std::vector<std::string> kernels;
+  std::vector<Launch> launches;
+  std::vector<int64_t> buffer_bytes;
+  bool has_rows = false;  // some launch has a rule
+  RowTiles rows;
+
+  Error Invalid(const std::string& what) const;
+  Error Internal(const std::string& what) const;
 };
 Error DecodePlan(const Attributes& attributes, Plan* plan);
 
+// Buffers are the operands, then the results.
 struct Buffer {
   void* data;
+  int64_t bytes;
   const int64_t* dims;
   int rank;
 };
 using Buffers = FixedVector<Buffer, kMaxBuffers>;
 
-struct Grid {
-  unsigned x, y, z;  // x 0: not launched
-};
+// Whether the buffers are those that the plan was made for.
+Error CheckBuffers(const Plan& plan, const Buffers& buffers);
 
-// A group's rows are cut into tiles, which are dealt to `chunks` blocks.
-struct Launches {
+struct Rows {
   std::array<int32_t, kMaxRowDims> dims;
-  int64_t rows;
-  int32_t groups, chunks;
-  Grid grid, finish_grid;
-  unsigned finish_threads_y;  // of 32 along x
+  int64_t rows = 0;
+  int32_t groups = 1, chunks = 0;
 };
+// `resident`: for how many chunks the device holds the kernel with the rule kTiles at once.
+Error CountRows(const Plan& plan, const Buffers& buffers, int64_t resident, Rows* rows);
 
-// `resident`: how many blocks (or clusters) of row_program the device holds at once.
-Error SizeLaunches(const Plan& plan, const Buffers& buffers, int64_t resident, Launches* launches);
+struct Size {
+  Extent grid, block;  // grid.x 0: not launched
+};
+Error SizeLaunch(const Plan& plan, const Launch& launch, const Rows& rows, Size* size);
+
+// A launch's arguments in memory, and where each begins.
+struct Arguments {
+  std::array<uint64_t, kMaxWords> words;
+  std::array<void*, kMaxArguments> pointers;
+};
+void FillArguments(const Launch& launch, const Buffers& buffers, const Rows& rows, uint64_t tag, Arguments* arguments);
 
 }  // namespace jaxnorm
 

@@ -8,7 +8,8 @@
 namespace jaxnorm {
 namespace {
 
-constexpr int kSharedBytesWithoutAsking = 48 * 1024;
+// Of dynamic shared memory; a kernel may have arrays of its own beside it.
+constexpr int kSharedBytesWithoutAsking = 16 * 1024;
 constexpr int kPortableCluster = 8;
 constexpr int kClusterArchitecture = 90;
 
@@ -16,7 +17,76 @@ std::string TooLarge(const Gpu& gpu, const std::string& what) {
   return "a block of this program does not fit " + gpu.name + ": " + what;
 }
 
+std::string CheckFits(const Launch& launch, const Gpu& gpu) {
+  if (launch.cluster > 1 && gpu.architecture < kClusterArchitecture) {
+    return "clusters of blocks are for sm_90 and later, " + gpu.name + " is sm_" + std::to_string(gpu.architecture);
+  }
+  if (launch.shared_bytes > gpu.shared_bytes) {
+    return TooLarge(gpu, std::to_string(launch.shared_bytes) + " bytes of shared memory, there are " +
+                             std::to_string(gpu.shared_bytes));
+  }
+  return "";
+}
+
+// How many blocks, or clusters, of a kernel the device holds at once.
+std::string CountResident(const Launch& launch, const Gpu& gpu, void* function, int64_t* resident) {
+  const Driver& driver = StartedDriver();
+  const int threads = static_cast<int>(launch.block.x * launch.block.y * launch.block.z);
+  int count = 0;
+  if (launch.cluster > 1) {
+    LaunchAttributes attributes(launch, gpu);
+    const Extent cluster{static_cast<unsigned>(launch.cluster), 1, 1};
+    const CudaLaunchConfig config = LaunchConfig(launch, {cluster, launch.block}, &attributes, nullptr);
+    if (int result = driver.MaxActiveClusters(&count, function, &config); result != 0) {
+      return driver.Describe("cuOccupancyMaxActiveClusters", result);
+    }
+  } else {
+    if (int result = driver.MaxActiveBlocks(&count, function, threads, launch.shared_bytes); result != 0) {
+      return driver.Describe("cuOccupancyMaxActiveBlocksPerMultiprocessor", result);
+    }
+    count *= gpu.multiprocessors;
+  }
+  if (count == 0) {
+    return TooLarge(gpu, std::to_string(threads) + " threads with their registers, " +
+                             std::to_string(launch.shared_bytes) + " bytes of shared memory, clusters of " +
+                             std::to_string(launch.cluster));
+  }
+  *resident = count;
+  return "";
+}
+
 }  // namespace
+
+LaunchAttributes::LaunchAttributes(const Launch& launch, const Gpu& gpu) {
+  if (launch.cluster > 1) {
+    CudaLaunchAttribute& attribute = list[count++];
+    attribute.id = kLaunchAttributeCluster;
+    attribute.value.cluster = {static_cast<unsigned>(launch.cluster), 1, 1};
+  }
+  if (launch.cooperative) {
+    CudaLaunchAttribute& attribute = list[count++];
+    attribute.id = kLaunchAttributeCooperative;
+    attribute.value.on = 1;
+  }
+  if (launch.early && gpu.architecture >= kClusterArchitecture) {
+    CudaLaunchAttribute& attribute = list[count++];
+    attribute.id = kLaunchAttributeEarly;
+    attribute.value.on = 1;
+  }
+}
+
+CudaLaunchConfig LaunchConfig(const Launch& launch, const Size& size, LaunchAttributes* attributes, void* stream) {
+  return {size.grid.x,
+          size.grid.y,
+          size.grid.z,
+          size.block.x,
+          size.block.y,
+          size.block.z,
+          static_cast<unsigned>(launch.shared_bytes),
+          stream,
+          attributes->list,
+          attributes->count};
+}
 
 std::shared_ptr<Program> Program::ForSource(std::string_view source) {
   static auto* mutex = new std::mutex;
@@ -44,6 +114,32 @@ std::string Program::LoadLibrary(int architecture, void** library) {
   return "";
 }
 
+std::string Program::LoadKernel(const Launch& launch, const std::string& name, void* library, int device, void** kernel,
+                                void** function) {
+  const Driver& driver = StartedDriver();
+  if (int result = driver.LibraryGetKernel(kernel, library, name.c_str()); result != 0) {
+    return driver.Describe("the kernel " + name, result);
+  }
+  // KernelGetFunction loads into the current context, which otherwise the first launch would do.
+  if (int result = driver.KernelGetFunction(function, *kernel); result != 0) {
+    return driver.Describe("loading " + name, result);
+  }
+  int& allowed = shared_allowed_[{*kernel, device}];  // calls that share a kernel may differ
+  if (launch.shared_bytes > kSharedBytesWithoutAsking && launch.shared_bytes > allowed) {
+    if (int result = driver.KernelSetAttribute(kMaxDynamicSharedBytes, launch.shared_bytes, *kernel, device);
+        result != 0) {
+      return driver.Describe(std::to_string(launch.shared_bytes) + " bytes of shared memory", result);
+    }
+    allowed = launch.shared_bytes;
+  }
+  if (launch.cluster > kPortableCluster) {
+    if (int result = driver.KernelSetAttribute(kNonPortableClusterAllowed, 1, *kernel, device); result != 0) {
+      return driver.Describe("clusters of " + std::to_string(launch.cluster) + " blocks", result);
+    }
+  }
+  return "";
+}
+
 std::string Program::Load(const Plan& plan, int ordinal, Kernels* kernels) {
   const Driver& driver = StartedDriver();
   const Gpus& gpus = AllGpus();
@@ -52,80 +148,28 @@ std::string Program::Load(const Plan& plan, int ordinal, Kernels* kernels) {
     return "there is no GPU number " + std::to_string(ordinal);
   }
   const Gpu& gpu = gpus.list[ordinal];
-  const bool clusters = plan.cluster > 1 && !plan.together;
-  if (clusters && gpu.architecture < kClusterArchitecture) {
-    return "clusters of blocks are for sm_90 and later, " + gpu.name + " is sm_" + std::to_string(gpu.architecture);
+  kernels->gpu = &gpu;
+  for (const Launch& launch : plan.launches) {
+    if (std::string error = CheckFits(launch, gpu); !error.empty()) return error;
   }
-  if (plan.shared_bytes > gpu.shared_bytes) {
-    return TooLarge(gpu, std::to_string(plan.shared_bytes) + " bytes of shared memory, there are " +
-                             std::to_string(gpu.shared_bytes));
-  }
-
   std::lock_guard<std::mutex> lock(mutex_);
-  void *library = nullptr, *function = nullptr;
+  void *library = nullptr, *kernel = nullptr, *function = nullptr;
   if (std::string error = LoadLibrary(gpu.architecture, &library); !error.empty()) return error;
   int device = 0;
   if (int result = driver.DeviceGet(&device, ordinal); result != 0) return driver.Describe("cuDeviceGet", result);
-  // KernelGetFunction loads into the current context, which otherwise the first launch would do.
-  auto find = [&](const char* name, void** kernel) -> std::string {
-    if (int result = driver.LibraryGetKernel(kernel, library, name); result != 0) {
-      return driver.Describe(std::string("the kernel ") + name, result);
-    }
-    if (int result = driver.KernelGetFunction(&function, *kernel); result != 0) {
-      return driver.Describe(std::string("loading ") + name, result);
-    }
-    return "";
-  };
-  if (plan.has_finish) {
-    if (std::string error = find("row_program_finish", &kernels->finish); !error.empty()) return error;
-  }
-  if (std::string error = find("row_program", &kernels->row_program); !error.empty()) return error;
-
-  int& allowed = shared_allowed_[{kernels->row_program, device}];  // calls that share a kernel may differ
-  if (plan.shared_bytes > kSharedBytesWithoutAsking && plan.shared_bytes > allowed) {
-    if (int result = driver.KernelSetAttribute(kMaxDynamicSharedBytes, plan.shared_bytes, kernels->row_program, device);
-        result != 0) {
-      return driver.Describe(std::to_string(plan.shared_bytes) + " bytes of shared memory", result);
-    }
-    allowed = plan.shared_bytes;
-  }
-  if (clusters && plan.cluster > kPortableCluster) {
-    if (int result = driver.KernelSetAttribute(kNonPortableClusterAllowed, 1, kernels->row_program, device);
-        result != 0) {
-      return driver.Describe("clusters of " + std::to_string(plan.cluster) + " blocks", result);
+  for (const Launch& launch : plan.launches) {
+    std::string error = LoadKernel(launch, plan.kernels[launch.kernel], library, device, &kernel, &function);
+    if (!error.empty()) return error;
+    kernels->of_launch.push_back(kernel);
+    int64_t resident = 0;
+    if (launch.rule != Rule::kTiles && !launch.cooperative) continue;
+    if (error = CountResident(launch, gpu, function, &resident); !error.empty()) return error;
+    if (launch.rule == Rule::kTiles) kernels->resident = resident / launch.grid.x;
+    if (launch.cooperative && launch.grid.x > resident * launch.cluster) {
+      return "this program is for a larger GPU than " + gpu.name + ": " + std::to_string(launch.grid.x) +
+             " blocks must run at once, it holds " + std::to_string(resident * launch.cluster);
     }
   }
-
-  int resident = 0;
-  if (clusters) {
-    CudaLaunchAttribute cluster{};
-    cluster.id = kLaunchAttributeCluster;
-    cluster.value.cluster = {static_cast<unsigned>(plan.cluster), 1, 1};
-    const CudaLaunchConfig config{static_cast<unsigned>(plan.cluster),
-                                  1,
-                                  1,
-                                  static_cast<unsigned>(plan.threads),
-                                  1,
-                                  1,
-                                  static_cast<unsigned>(plan.shared_bytes),
-                                  nullptr,
-                                  &cluster,
-                                  1};
-    if (int result = driver.MaxActiveClusters(&resident, function, &config); result != 0) {
-      return driver.Describe("cuOccupancyMaxActiveClusters", result);
-    }
-  } else {
-    if (int result = driver.MaxActiveBlocks(&resident, function, plan.threads, plan.shared_bytes); result != 0) {
-      return driver.Describe("cuOccupancyMaxActiveBlocksPerMultiprocessor", result);
-    }
-    resident = resident * gpu.multiprocessors / plan.cluster;
-  }
-  if (resident == 0) {
-    return TooLarge(gpu, std::to_string(plan.threads) + " threads with their registers, " +
-                             std::to_string(plan.shared_bytes) + " bytes of shared memory, clusters of " +
-                             std::to_string(plan.cluster));
-  }
-  kernels->resident = resident;
   return "";
 }
 

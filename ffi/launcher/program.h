@@ -1,4 +1,4 @@
-// A row program on this machine's GPUs: its kernels, loaded.
+// CUDA text on this machine's GPUs: its kernels, loaded.
 #ifndef JAXNORM_LAUNCHER_PROGRAM_H_
 #define JAXNORM_LAUNCHER_PROGRAM_H_
 
@@ -8,16 +8,26 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "launcher/driver.h"
 #include "launcher/plan.h"
 
 namespace jaxnorm {
 
-// What a launch on one device needs. Kernels stay loaded while the process lives.
+// The attributes of a launch on a GPU.
+struct LaunchAttributes {
+  LaunchAttributes(const Launch& launch, const Gpu& gpu);
+  CudaLaunchAttribute list[3] = {};
+  unsigned count = 0;
+};
+CudaLaunchConfig LaunchConfig(const Launch& launch, const Size& size, LaunchAttributes* attributes, void* stream);
+
+// What a call's launches on one device need. Kernels stay loaded while the process lives.
 struct Kernels {
-  void* row_program = nullptr;
-  void* finish = nullptr;  // nullptr: there is none
-  int64_t resident = 0;    // blocks, or clusters, of row_program that the device holds at once
+  const Gpu* gpu = nullptr;
+  std::vector<void*> of_launch;
+  int64_t resident = 0;  // for how many chunks the device holds the kernel with the rule kTiles at once
 };
 
 // One for each source in a process, whoever calls it.
@@ -34,6 +44,9 @@ class Program {
  private:
   // Code that is loaded serves all devices of its architecture.
   std::string LoadLibrary(int architecture, void** library);
+  // Finds a launch's kernel, and lets it have the shared memory and the cluster that the launch asks for.
+  std::string LoadKernel(const Launch& launch, const std::string& name, void* library, int device, void** kernel,
+                         void** function);
 
   const std::string source_;
   std::mutex mutex_;

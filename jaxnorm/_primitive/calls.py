@@ -13,7 +13,18 @@ from jax.core import ShapedArray
 # Dimensions of unlike broadcasting that an operand may have (ffi/call.h: kMaxBroadcastDims).
 _MAX_BROADCAST_DIMS = 8
 
+_MAX_COLUMNS = 2**30
+
 # ---- what the kernels take ----
+
+
+def row_fits(sizes: Sequence[int]) -> bool:
+    """Whether rows of these dimensions have a length that kernels take, as far as it is known.
+
+    Rows of one element are elementwise arithmetic, which XLA fuses with its neighbours. Positions within a row are
+    32-bit numbers.
+    """
+    return not all(isinstance(n, int) for n in sizes) or 1 < math.prod(sizes) < _MAX_COLUMNS
 
 
 def broadcast_fits(operand, full, axes) -> bool:
@@ -27,20 +38,6 @@ def broadcast_fits(operand, full, axes) -> bool:
         if i not in axes and m != 1
     ]
     return 1 + sum(a != b for a, b in itertools.pairwise(dims)) < _MAX_BROADCAST_DIMS
-
-
-def split_scratch(aval, axes, whole=2**15) -> int:
-    """Float32 elements for the partial results of rows that the CUDA kernels split (ffi/cuda/rows.cuh).
-
-    Rows of `whole` bytes are never split. Chunks are 16 KiB of each input at least and a partial takes 16 bytes, in few
-    cases 64. Room for 4096 lets several rows be worked on together, and is all that a row of unknown length gets.
-    """
-    sizes = [aval.shape[i] for i in axes]
-    known = all(isinstance(n, int) for n in sizes)
-    row_bytes = math.prod(n for n in sizes if isinstance(n, int)) * aval.dtype.itemsize
-    if known and row_bytes <= whole:
-        return 0
-    return 4 * max(4096, row_bytes // 2**14 + 2)
 
 
 # ---- one call ----

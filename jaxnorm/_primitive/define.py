@@ -10,7 +10,6 @@ A primitive has one reference formula and, on some platforms, kernels behind an 
   ====================================================  =========================================
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -83,8 +82,7 @@ def define_primitive(
     partition: Callable[..., Partition],
     fits: Callable[..., bool] = lambda *avals, **params: True,
     kernel_form: Callable[..., Callable | None] = lambda bind, **params: None,
-    scratch: Callable[..., int] | None = None,
-    not_on_cuda: tuple[int, ...] = (),
+    plan: Callable[..., Call | None] | None = None,
     in_place: Callable[..., tuple[int, int] | None] | None = None,
     merged: bool = False,
     merge: Merge | None = None,
@@ -105,10 +103,9 @@ def define_primitive(
         they cannot do.
       kernel_form: (the primitive's bind, **params) -> a function of the operands with the same results, by a call that
         kernels take; None if they take this one. It runs on a device's blocks.
-      scratch: (*avals, **params) -> number of float32 elements of device scratch that the CUDA call takes as an
-        additional result.
-      not_on_cuda: positions of operands that the CUDA call does not take, because its kernel computes them again.
-        What computes them otherwise is dead code then, unless something else uses it.
+      plan: (operation, operands' avals, results' avals, **params) -> the CUDA call, which the launcher compiles; None
+        where there is none. `operation` is `name`, or what `merge` says. What computes operands that it skips is dead
+        code then, unless something else uses it. Without `plan` the CUDA call is an FFI target of its own.
       in_place: (platform, **params) -> positions of an operand and of the result that may take its memory, if there are
         such. The kernels must be right then; whether a call does so, `calls.aliases_of` decides.
       merged: whether a later call may do this one's work, too (that of another primitive with such a `merge`).
@@ -131,9 +128,10 @@ def define_primitive(
     def refusal(ctx, params, platform):
         if params["implementation"] == "xla":
             return "implementation='xla'"
-        module = _lib.module(platform)
-        if name not in module.targets:
-            _lib.warn_fallback(platform)
+        planned = plan is not None and platform == "cuda"
+        module = _lib.row_programs() if planned else _lib.module(platform)
+        if not (module.available if planned else name in module.targets):
+            _lib.warn_fallback(platform, module.reason)
             return f"platform {platform} ({module.reason or f'built without {name}'})"
         if not fits(*ctx.avals_in, platform=platform, **params):
             return "operands of this shape"
@@ -144,15 +142,14 @@ def define_primitive(
             return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
         positions = in_place(platform=platform, **params) if in_place else None
         aliases = aliases_of(ctx, operands, positions)
-        call = Call(primitive.name, attributes(**params))
-        if platform != "cuda":
+        if plan is None or platform != "cuda":
+            call = Call(primitive.name, attributes(**params))
             return lower_call(ctx, operands, call, aliases)
-        if merge and merge.target in _lib.module(platform).targets:
-            results = merged_call(ctx, operands, params, merge, attributes)
-            if results is not None:
-                return results
-        memory = [(scratch(*ctx.avals_in, **params),)] if scratch else []
-        call = dataclasses.replace(call, scratch=memory, skipped=not_on_cuda)
+        if merge and (results := merged_call(ctx, operands, params, merge, plan)):
+            return results
+        call = plan(name, ctx.avals_in, ctx.avals_out, **params)
+        if call is None:
+            return lower_formula(ctx, operands, params, "operands of this shape")
         results = lower_call(ctx, operands, call, aliases)
         return placeholders(results) if merged else results
 

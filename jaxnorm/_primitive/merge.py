@@ -7,33 +7,32 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxnorm import _lib
-from jaxnorm._primitive.calls import Call, lower_call
+from jaxnorm import _launch
+from jaxnorm._primitive.calls import lower_call
+from jaxnorm._primitive.named import by_name
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """A CUDA kernel that does the work of two calls, the second of which takes results of the first.
+    """A CUDA call that does the work of two, the second of which takes results of the first.
 
     The primitives have the parameters `names` and `results`: of their operands and results, in an order that all calls
     have.
 
     Attributes:
-      first: name of the first call's primitive, whose `merged` is true.
-      target: name of the FFI target that does both, without the prefix.
+      first: the operation of the first call, whose primitive's `merged` is true.
+      both: the operation that does both.
       passed: the first call's results, which must all be operands of the second.
       shared: names that the first call's operands have in the second one. Both must have the same of them.
       order: of all names.
-      scratch: as in `define_primitive`, of the call that does both.
-      fits: (*avals, **params) -> whether the kernel does what such a second call asks for, and is worth it.
+      fits: (*avals, **params) -> whether the call does what such a second call asks for, and is worth it.
     """
 
     first: str
-    target: str
+    both: str
     passed: tuple[str, ...]
     shared: tuple[str, ...]
     order: tuple[str, ...]
-    scratch: Callable[..., int]
     fits: Callable[..., bool]
 
 
@@ -42,30 +41,30 @@ def placeholders(values):
     return [stablehlo.ReshapeOp(v.type, v).result for v in values]
 
 
-def merged_call(ctx, operands, params, merge, attributes):
+def merged_call(ctx, operands, params, merge, plan):
     """Results of a call that does the work of an earlier one too and replaces it; None where there is none such.
 
     Primitives are lowered one by one, and a collective may come between the two calls. So only the second one
     knows that the first one's results came to it as they were.
     """
-    given = dict(zip(params["names"], operands, strict=True))
+    given = by_name(params["names"], operands)
     if not given.keys() >= {*merge.passed} or not merge.fits(*ctx.avals_in, **params):
         return None
     shared = [given[n] for n in merge.shared if n in given]
-    first = _call_behind([given[n] for n in merge.passed], _lib.TARGET_PREFIX + merge.first)
+    first = _call_behind([given[n] for n in merge.passed], merge.first)
     if first is None or list(first.operands) != shared:
         return None
     names = tuple(n for n in params["names"] if n not in merge.passed)
     results = tuple(n for n in merge.order if n in (*merge.passed, *params["results"]))
     both = dict(params, names=names, results=results)
-    avals = dict(zip(params["names"], ctx.avals_in, strict=True))
-    avals |= zip(params["results"], ctx.avals_out, strict=True)
-    avals_in = [avals[n] for n in names]
-    ctx = ctx.replace(avals_in=avals_in, avals_out=[avals[n] for n in results])
-    scratch = merge.scratch(*avals_in, **both)
-    call = Call(_lib.TARGET_PREFIX + merge.target, attributes(**both), [(scratch,)])
+    avals = by_name(params["names"], ctx.avals_in) | by_name(params["results"], ctx.avals_out)
+    avals_in, avals_out = [avals[n] for n in names], [avals[n] for n in results]
+    call = plan(merge.both, avals_in, avals_out, **both)
+    if call is None:
+        return None
+    ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
     values = lower_call(ctx, [given[n] for n in names], call)
-    of: dict[str, Any] = dict(zip(results, values, strict=True))
+    of = by_name(results, values)
     for name in merge.passed:
         holder = given[name].owner.operation
         holder.operands[0] = of[name]
@@ -74,8 +73,8 @@ def merged_call(ctx, operands, params, merge, attributes):
     return [of[n] for n in params["results"]]
 
 
-def _call_behind(values, target):
-    """The call of which these are all results but for its scratch, if nothing has used them yet."""
+def _call_behind(values, operation):
+    """The planned call of which these are all results but for its scratch, if nothing has used them yet."""
     holders = [v.owner for v in values]  # an argument belongs to a block, which has no name
     if any(getattr(h, "name", "") != "stablehlo.reshape" for h in holders):
         return None
@@ -83,7 +82,10 @@ def _call_behind(values, target):
     call = behind[0].owner
     if getattr(call, "name", "") != "stablehlo.custom_call":
         return None
-    if ir.StringAttr(call.attributes["call_target_name"]).value != target:
+    if ir.StringAttr(call.attributes["call_target_name"]).value != _launch.TARGET:
+        return None
+    config = ir.DictAttr(call.attributes["mhlo.backend_config"])
+    if ir.StringAttr(config["operation"]).value != operation:
         return None
     # The same block: what is moved behind a call within a loop's body could not be used after the loop.
     current: Any = ir.InsertionPoint.current

@@ -4,8 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-import numpy as np
-
+from jaxnorm import _launch
 from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
@@ -27,12 +26,11 @@ from jaxnorm._rows.schedule_grid import posts_of_row, sums_end_here
 
 # Bytes of registers that a thread may spill, stores and loads together: a few cost less than fewer threads.
 SPILLS = 48
-VERSION = 1  # of the attributes' layout, which exported programs hold
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of the target `jaxnorm_row_program`.
+    """A call that runs a row program.
 
     Buffers are numbered: operands, then results, then scratch.
 
@@ -52,6 +50,7 @@ class Call:
       finish_arguments: buffers that row_program_finish takes.
       together: whether blocks share rows without being a cluster, so that all blocks of the grid run at once.
       plan: the schedule, for people. The launcher needs nothing of it.
+      operation: what error messages begin with.
     """
 
     source: str
@@ -69,33 +68,48 @@ class Call:
     finish_arguments: tuple[int, ...]
     together: bool = False
     plan: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
+    operation: str = "row_program"
 
     @property
     def attributes(self) -> dict:
         """The attributes of the FFI call."""
+        scalars = [_launch.ROWS, _launch.CHUNKS]
+        dimensions = [_launch.row_dimension(i) for i in range(len(self.sizes))]
 
-        def integers(*values):
-            return np.array(values, np.int64).reshape(-1)
+        def arguments(buffers, numbers):
+            return tuple((w,) for w in (*map(_launch.pointer, buffers), *numbers, *dimensions))
 
-        launch = (
-            self.threads, self.shared_bytes, self.cluster, self.rows_per_tile, self.blocks, self.chunk_multiple,
-            self.group_dims, *([1] if self.together else []),
-        )  # fmt: skip
-        return {
-            "version": np.int64(VERSION),
-            "source": self.source,
-            "launch": integers(*launch),
-            "sizes": integers(*(x for size in self.sizes for x in size)),
-            "arguments": integers(*self.arguments),
-            "finish": integers(*self.finish),
-            "finish_arguments": integers(*self.finish_arguments),
-        }
+        launches = [
+            _launch.Launch(
+                "row_program",
+                (self.cluster if self.together else 1, 1, 1),
+                (self.threads, 1, 1),
+                arguments(self.arguments, scalars),
+                self.shared_bytes,
+                1 if self.together else self.cluster,
+                cooperative=self.together,
+                rule=_launch.TILES,
+            )
+        ]
+        if self.finish:
+            x, z = self.finish
+            own = arguments(self.finish_arguments, [*scalars, _launch.GROUPS])
+            rule = _launch.GROUPS_ALONG_Y
+            launches += [
+                _launch.Launch("row_program_finish", (x, 1, z), (32, 1, 1), own, rule=rule)
+            ]
+        tiles = _launch.RowTiles(
+            self.rows_per_tile, self.blocks, self.chunk_multiple, self.group_dims, self.sizes
+        )
+        return _launch.attributes(self.operation, self.source, launches, row_tiles=tiles)
 
 
 def device_here() -> Device:
     """The GPU that row programs are compiled for. Without one they are lowered for one elsewhere."""
-    for name, architecture, multiprocessors, shared in launcher.gpus():
-        return Device(architecture, multiprocessors, shared, name)
+    for gpu in launcher.gpus():
+        return Device(
+            gpu.architecture, gpu.multiprocessors, gpu.shared_bytes, gpu.name, gpu.l2_bytes
+        )
     return DEVICES[90]
 
 

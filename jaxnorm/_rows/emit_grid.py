@@ -41,7 +41,7 @@ class Grid(Sums, Reductions):
     def _prepare(self) -> None:
         raise NotImplementedError
 
-    def _number_rows(self) -> None:
+    def _row_numbers(self) -> None:
         raise NotImplementedError
 
     def _phase(self, number: int) -> None:
@@ -103,7 +103,7 @@ class Grid(Sums, Reductions):
         w(f"u32* const of_rows = (u32*)(shared + {self.shared.rows});")
         with w.block(f"for (int turn = thread; turn < turns; turn += {self.plan.threads})"):
             w("const int tile = chunk + turn * chunks;")
-            self._number_rows()
+            self._row_numbers()
             self._row_values(lambda n: n.level == 0, "values of the row")
             for place, n in enumerate(self.row_loads):
                 value = self.name(n)
@@ -117,7 +117,7 @@ class Grid(Sums, Reductions):
         delay, done = number * plan.lag, set(self.done)
         with w.block(f"if ((u32)(step - {delay}) < (u32)turns)"):
             w(f"const int turn = step - {delay}, tile = chunk + turn * chunks;")
-            self._number_rows()
+            self._row_numbers()
             if number == 0:
                 self._wait_for_stage("turn")
             else:

@@ -20,6 +20,7 @@ class Gpu(NamedTuple):
     architecture: int  # XY of sm_XY
     multiprocessors: int
     shared_bytes: int  # that one block can have
+    l2_bytes: int
 
 
 class Compiled(NamedTuple):

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 from jax.interpreters import ad, batching
 
-from jaxnorm import _lib
+from jaxnorm import _launch, _lib
 from jaxnorm._primitive.avals import (
     aval_like,
     cotangent_aval,
@@ -53,7 +53,6 @@ from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.rules import cached_program_of
 from jaxnorm._rows.save import Flat, cheapest_cut
 
-TARGET = _lib.TARGET_PREFIX + "row_program"
 # Under which a checkpoint policy finds what forward keeps.
 SAVED = _lib.TARGET_PREFIX + "fuse"
 
@@ -448,7 +447,7 @@ def _program_prune(used, params):
 
 def _program_call(*avals, jaxpr):
     compiled = compiled_call(typed(jaxpr, avals))
-    return compiled and Call(TARGET, compiled.attributes, compiled.scratch)
+    return compiled and Call(_launch.TARGET, compiled.attributes, compiled.scratch)
 
 
 def kernel_program(closed):
@@ -467,6 +466,13 @@ def kernel_program(closed):
     return typed(program, avals), needed.operands, results
 
 
+def compile_here(closed, device):
+    """What the launcher is told of a program on a device, under the schedule that was measured if there is one."""
+    return compiled_row_call(
+        closed, device, launcher.compile, functools.partial(tune.measured, device)
+    )
+
+
 @cached_by_program
 def compiled_call(closed):
     """What the launcher is told of a program (`call.Call`); None where there is none, after a warning."""
@@ -476,11 +482,8 @@ def compiled_call(closed):
     if not compiler.available:
         _warn_fallback(compiler.reason)
         return None
-    device = device_here()
     try:
-        return compiled_row_call(
-            closed, device, launcher.compile, functools.partial(tune.measured, device)
-        )
+        return compile_here(closed, device_here())
     except (
         NotARowProgram
     ) as error:  # the user's function was looked at when it was called, derivatives were not

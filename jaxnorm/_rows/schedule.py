@@ -31,12 +31,14 @@ class Device:
       multiprocessors: how many it has.
       shared_bytes: of shared memory that one block may have. A multiprocessor has 1024 more.
       name: for people.
+      l2_bytes: of the L2 cache.
     """
 
     architecture: int = 90
     multiprocessors: int = 132
     shared_bytes: int = 227 * 1024
     name: str = "H100"
+    l2_bytes: int = 50 << 20
 
     @property
     def clusters(self) -> bool:
@@ -45,10 +47,10 @@ class Device:
 
 
 DEVICES = {
-    80: Device(80, 108, 163 * 1024, "A100"),
+    80: Device(80, 108, 163 * 1024, "A100", 40 << 20),
     90: Device(),
-    100: Device(100, 148, 227 * 1024, "B200"),
-    120: Device(120, 170, 99 * 1024, "RTX 5090"),
+    100: Device(100, 148, 227 * 1024, "B200", 126 << 20),
+    120: Device(120, 170, 99 * 1024, "RTX 5090", 96 << 20),
 }
 
 THREADS_MAX = 1024
@@ -99,6 +101,8 @@ class Plan:
         warps of the exchange.
       lag: of a grid, rows between the one that is in a phase and the one that is in the next phase.
       exchangers: of a grid, warps for each exchange of a row.
+      side: threads of a warp that have rows next to each other, where rows lie side by side (`schedule_strided`);
+        otherwise 0.
     """
 
     source: str
@@ -117,6 +121,7 @@ class Plan:
     hold_shared: bool
     keep: frozenset
     shifted: bool
+    side: int = 0
     grid: int = 0
     lag: int = 0
     exchangers: int = 0
@@ -129,7 +134,14 @@ class Plan:
     @property
     def groups(self) -> int:
         """Groups of lanes in a block, each with rows of its own."""
-        return self.threads // self.lanes if self.lanes <= 32 and not self.grid else 1
+        return (
+            self.threads // self.lanes if (self.lanes <= 32 and not self.grid) or self.side else 1
+        )
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block that share a row."""
+        return max(1, self.lanes * max(1, self.side) // 32)
 
     @property
     def parts(self) -> bool:
@@ -157,6 +169,7 @@ class Plan:
         return (
             f"{row} a row, {self.slots} x {self.vector} columns a thread, {self.rows_per_tile} rows a tile, "
             f"{self.threads} threads a block, {self.blocks} blocks a multiprocessor, {held}"
+            f"{f', {self.side} threads side by side' if self.side else ''}"
             f"{', persistent' if self.persistent else ''}{', shifted' if self.shifted else ''}"
         )
 
@@ -290,6 +303,10 @@ class _Scheduler:
         self.shared_rows = any(i.layout.strides for i in self.columns)
 
     def plan(self) -> Plan:
+        if self.program.neighbours != 1:
+            from jaxnorm._rows.schedule_strided import strided_plan
+
+            return strided_plan(self)
         vector, shifted = self._vector()
         count = slots_of(self.program.width, vector, shifted)
         can_ring = self._can_ring(vector, shifted)
@@ -830,7 +847,7 @@ def _backwards(phases, number) -> bool:
 def in_row_order(layout, row_sizes) -> bool:
     """Whether an array's rows follow each other in memory, in the order in which they are numbered."""
     stride = layout.columns if layout.columns is not None else 1
-    if layout.rows != tuple(range(len(row_sizes))):
+    if layout.step != 1 or layout.rows != tuple(range(len(row_sizes))):
         return False
     for k, actual in reversed(layout.strides):
         if not (actual == stride):
@@ -951,8 +968,8 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     if plan.grid:
         grid = grid_memory(program, plan)
         return SharedMemory(grid.parts, 0, grid.barriers, grid.total, grid.total)
-    warps = max(1, plan.lanes // 32)
-    partials = warps * plan.cluster if plan.lanes > 32 or plan.cluster > 1 else 0
+    partials = plan.warps * plan.cluster * max(1, plan.side)
+    partials = partials if plan.warps > 1 or plan.cluster > 1 else 0
     most = (
         max((sum(n.dtype.itemsize // 4 or 1 for n in r) for r in phases.reductions), default=0)
         * plan.rows_at_once
@@ -961,7 +978,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     sums = [n for n in phases.row_sums if not n.attr[1]]
     sum_bytes = (
         max((plan.groups * program.width * n.dtype.itemsize for n in sums), default=0)
-        if plan.groups > 1
+        if plan.groups > 1 and not plan.side
         else 0
     )
     stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0

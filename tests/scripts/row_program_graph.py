@@ -1,4 +1,4 @@
-"""Calls of jaxnorm_row_program until they are captured; counts them in the dump's command buffers."""
+"""Calls of jaxnorm_launch until they are captured; counts them in the dump's command buffers."""
 
 import json
 import pathlib

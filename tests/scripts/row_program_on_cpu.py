@@ -1,4 +1,4 @@
-"""The target jaxnorm_row_program, registered for the CPU: XLA decodes its attributes there too."""
+"""The target jaxnorm_launch, registered for the CPU: XLA decodes its attributes there too."""
 
 import json
 import pathlib
@@ -21,14 +21,15 @@ for name, registration in _launcher.types().items():
 for name, stages in _launcher.targets().items():
     jax.ffi.register_ffi_target(f"jaxnorm_{name}", stages, platform="cpu")
 
-launch = np.array([4096, 0, 1, 1, 0, 1, 0], np.int64)
+launches = call().attributes["launches"].copy()
+launches[5] = 4096
 changes = {
     "good": {},
     "version": dict(version=np.int64(7)),
-    "threads": dict(launch=launch),
+    "threads": dict(launches=launches),
     "source": dict(source=np.int64(1)),
     "sizes": dict(sizes=np.array([0, 0, 1], np.int32)),
-    "missing": dict(finish=None),
+    "missing": dict(row_tiles=None),
 }
 results = {}
 for case, change in changes.items():

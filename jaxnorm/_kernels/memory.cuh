@@ -1,0 +1,175 @@
+// What kernels written by hand ask of the machine beyond machine.cuh: instructions that only PTX has. NVRTC compiles
+// this text behind that of machine.cuh. tests/kernels_on_cpu.h offers the same functions to a C++ compiler.
+typedef long long i64;
+
+// ---- values ----
+
+// The same value, in a register from here on: else the compiler may compute it again for every use.
+DEVICE float Kept(float value) {
+  asm volatile("" : "+f"(value));
+  return value;
+}
+DEVICE u32 Kept(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+DEVICE i64 Kept(i64 value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+
+// Both halves full of their sign bits.
+DEVICE u32 SignsOfHalves(u32 word) {
+  u32 signs;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(word));
+  return signs;
+}
+
+// Each half full of ones where it is above 0.
+DEVICE u32 PositiveHalvesFloat16(u32 word) {
+  u32 mask;
+  asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(word), "r"(0u));
+  return mask;
+}
+DEVICE u32 PositiveHalvesBfloat16(u32 word) {
+#if __CUDA_ARCH__ >= 900
+  u32 mask;
+  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(word), "r"(0u));
+  return mask;
+#else
+  const u32 low = __uint_as_float(word << 16) > 0 ? 0xffffu : 0,
+            high = __uint_as_float(word & 0xffff0000u) > 0 ? ~0xffffu : 0;
+  return low | high;
+#endif
+}
+
+// Two 16-bit floats in a word, of max(x, 0); NaN stays NaN.
+DEVICE u32 PackReluFloat16(float low, float high) {
+  u32 word;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+DEVICE u32 PackReluBfloat16(float low, float high) {
+  u32 word;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// ---- global memory ----
+
+// How long the L2 cache keeps what is read with it.
+enum L2Policy : u64 {};
+
+DEVICE L2Policy EvictFirst() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return (L2Policy)policy;
+}
+DEVICE L2Policy EvictLast() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return (L2Policy)policy;
+}
+
+// 16 bytes, which the kernel does not write.
+DEVICE uint4 LoadWords(const void* p, L2Policy policy) {
+  uint4 words;
+  asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "l"(__cvta_generic_to_global(p)), "l"((u64)policy));
+  return words;
+}
+
+// 16 bytes. Not `*p = words`, which the compiler merges with scalar stores of another branch and so splits into
+// narrower ones. Not __stwb, which compiles to a store with memory ordering.
+DEVICE void StoreWords(void* p, uint4 words) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x),
+               "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
+// Asks L2 for the line of an address.
+DEVICE void PrefetchToL2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
+
+// 16 bytes at once, for other blocks.
+DEVICE void WriteAtOnce(void* p, u64 low, u64 high) {
+  asm volatile("{\n .reg .b128 v;\n mov.b128 v, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(
+                   __cvta_generic_to_global(p)),
+               "l"(low), "l"(high)
+               : "memory");
+}
+DEVICE void ReadAtOnce(const void* p, u64& low, u64& high) {
+  asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+               : "=l"(low), "=l"(high)
+               : "l"(__cvta_generic_to_global(p))
+               : "memory");
+}
+// Without a branch: leaves `low` and `high` alone unless they are wanted.
+DEVICE void ReadAtOnce(const void* p, u64& low, u64& high, bool wanted) {
+  asm volatile(
+      "{\n .reg .b128 v;\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.b128 v, {%0, %1};\n"
+      " @p ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+      : "+l"(low), "+l"(high)
+      : "l"(__cvta_generic_to_global(p)), "r"((u32)wanted)
+      : "memory");
+}
+
+// ---- shared memory, by its address: from a pointer, the compiler computes it again for every access ----
+
+DEVICE u32 SharedAddress(const void* p) { return Kept((u32)__cvta_generic_to_shared(p)); }
+DEVICE uint4 LoadShared(u32 address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+DEVICE void StoreShared(u32 address, uint4 words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+DEVICE u32 LoadSharedByte(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+DEVICE void StoreSharedByte(u32 address, u32 value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// As bulk_load, of what is read once.
+DEVICE void BulkLoadOnce(char* to, const char* from, u32 bytes, u64* barrier, L2Policy once) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(to)),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier)), "l"((u64)once)
+      : "memory");
+}
+#endif
+
+// ---- launches that follow each other (sm_90 and later) ----
+//
+// Blocks of an early launch have begun, have loaded their first instructions and have asked L2 for what they will read
+// when the last of the launch before have ended. Without it, that is two to three microseconds of each launch.
+
+// Lets the next launch begin, if it is an early one, as soon as all blocks have come here or ended. Where there is much
+// left to do, the next blocks would wait in places that working ones need: 1% slower for large arrays.
+DEVICE void LetNextBegin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until all that launches before have written is there. Addresses are computed from the result, which is `index`: the
+// compiler might else load what it takes for constant before. Until then, lines may be prefetched to L2, and operands
+// of the call be loaded if its first launch, not an early one, is the one before.
+template <class Index>
+DEVICE Index WaitForLaunchBefore(Index index) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  return Kept(index);
+}

@@ -1,0 +1,53 @@
+"""Operations with a name as row programs: the FFI calls that compute their formulas on GPUs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.core import ShapedArray
+from jax.sharding import AbstractMesh
+
+from jaxnorm import _launch
+from jaxnorm._primitive.calls import Call
+from jaxnorm._primitive.programs import closed_of, trace_context
+from jaxnorm._rows.call import Call as RowCall
+from jaxnorm._rows.call import device_here
+from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.primitive import compile_here
+
+
+def row_plan(formula: Callable, skipped: tuple[int, ...] = ()) -> Callable[..., Call | None]:
+    """The `plan` of a primitive (`define_primitive`) whose calls are row programs.
+
+    Args:
+      formula: (*operands, **params) -> results, of the operands that the kernel takes.
+      skipped: positions of the operands that it does not take.
+    """
+
+    def plan(operation, operands, _, /, **params):
+        taken = [a for i, a in enumerate(operands) if i not in skipped]
+        kinds = tuple((a.shape, a.dtype) for a in taken)
+        call = _planned(formula, kinds, tuple(params.items()), device_here(), trace_context())
+        if call is None:
+            return None
+        call = dataclasses.replace(call, operation=operation)
+        return Call(_launch.TARGET, call.attributes, call.scratch, skipped)
+
+    return plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(formula, kinds, params, device, _) -> RowCall | None:
+    if any(n == 0 for shape, _ in kinds for n in shape if isinstance(n, int)):
+        return None
+    # Each device computes its own block, wherever the call was traced.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed, constants = closed_of(
+            functools.partial(formula, **dict(params)), [ShapedArray(*kind) for kind in kinds]
+        )
+    assert not constants
+    try:
+        return compile_here(closed, device)
+    except NotARowProgram:
+        return None

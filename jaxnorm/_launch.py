@@ -45,9 +45,8 @@ def row_dimension(i: int) -> Word:
 
 
 Argument = tuple[Word, ...]
-# Grids that depend on the number of rows: for each chunk of each group as many blocks or clusters along x as the grid
-# says; or (blocks along x and z) with a block along y for each group, whose block has 32 threads along x and as many
-# along y as there are chunks.
+# Grids that depend on the number of rows: a block or cluster for each chunk of each group, or (blocks along x and z)
+# with a block along y for each group, whose block has 32 threads along x and as many along y as there are chunks.
 TILES = "tiles"
 GROUPS_ALONG_Y = "groups along y"
 

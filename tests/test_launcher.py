@@ -464,18 +464,6 @@ def test_persistent_blocks(groups, tiles, blocks, resident, multiple, chunks):
     assert groups * chunks <= max(blocks, groups)  # which scratch has room for
 
 
-def test_blocks_that_share_rows_without_a_cluster():
-    """The grid says how many there are. All of them run at once."""
-    made = call(cluster=33, together=True, blocks=4, rows_per_tile=1)
-    p = plan(made, (64, 64), (64, 64), resident=4)
-    assert (p["chunks"], p["grid"]) == (4, (132, 1, 1))
-    assert plan(made, (64, 64), (64, 64), resident=3)["grid"] == (99, 1, 1)
-    assert plan(made, (2, 64), (2, 64), resident=4)["grid"] == (66, 1, 1)
-    many = call(cluster=100_000, together=True, rows_per_tile=1)
-    with pytest.raises(ValueError, match="need more than 2147483647 blocks"):
-        plan(many, (64_000, 64), (64_000, 64))
-
-
 @pytest.mark.parametrize(
     ("group_dims", "rows", "y"), [(0, 4, 32), (1, 1, 1), (1, 9, 4), (1, 16, 4), (1, 4000, 32)]
 )

@@ -273,11 +273,11 @@ Error SizeLaunch(const Plan& plan, const Launch& launch, const Rows& rows, Size*
       break;
     case Rule::kTiles: {
       const int64_t blocks = int64_t{rows.groups} * rows.chunks * launch.cluster;
-      if (blocks > kMaxInt / launch.grid.x) {
+      if (blocks > kMaxInt) {
         return plan.Invalid(Text(rows.rows) + " rows in tiles of " + Text(plan.rows.rows_per_tile) +
                             " need more than " + Text(kMaxInt) + " blocks");
       }
-      size->grid.x = static_cast<unsigned>(blocks * launch.grid.x);
+      size->grid.x = static_cast<unsigned>(blocks);
       break;
     }
     case Rule::kGroupsAlongY:

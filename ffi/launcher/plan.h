@@ -73,7 +73,7 @@ struct RowTiles {
 
 enum class Rule {
   kFixed,
-  kTiles,         // for each chunk of each group as many blocks or clusters as the grid says, along x
+  kTiles,         // a block or cluster for each chunk of each group, along x
   kGroupsAlongY,  // and a block of 32 times as many threads as there are chunks, along y
 };
 
@@ -134,7 +134,7 @@ struct Rows {
   int64_t rows = 0;
   int32_t groups = 1, chunks = 0;
 };
-// `resident`: for how many chunks the device holds the kernel with the rule kTiles at once.
+// `resident`: how many blocks (or clusters) of the kernel with the rule kTiles the device holds at once.
 Error CountRows(const Plan& plan, const Buffers& buffers, int64_t resident, Rows* rows);
 
 struct Size {

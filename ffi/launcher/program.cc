@@ -164,8 +164,8 @@ std::string Program::Load(const Plan& plan, int ordinal, Kernels* kernels) {
     int64_t resident = 0;
     if (launch.rule != Rule::kTiles && !launch.cooperative) continue;
     if (error = CountResident(launch, gpu, function, &resident); !error.empty()) return error;
-    if (launch.rule == Rule::kTiles) kernels->resident = resident / launch.grid.x;
-    if (launch.cooperative && launch.grid.x > resident * launch.cluster) {
+    if (launch.rule == Rule::kTiles) kernels->resident = resident;
+    if (launch.cooperative && launch.rule == Rule::kFixed && launch.grid.x > resident * launch.cluster) {
       return "this program is for a larger GPU than " + gpu.name + ": " + std::to_string(launch.grid.x) +
              " blocks must run at once, it holds " + std::to_string(resident * launch.cluster);
     }

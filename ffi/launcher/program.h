@@ -27,7 +27,7 @@ CudaLaunchConfig LaunchConfig(const Launch& launch, const Size& size, LaunchAttr
 struct Kernels {
   const Gpu* gpu = nullptr;
   std::vector<void*> of_launch;
-  int64_t resident = 0;  // for how many chunks the device holds the kernel with the rule kTiles at once
+  int64_t resident = 0;  // blocks, or clusters, of the kernel with the rule kTiles that the device holds at once
 };
 
 // One for each source in a process, whoever calls it.

@@ -82,11 +82,11 @@ class Call:
         launches = [
             _launch.Launch(
                 "row_program",
-                (self.cluster if self.together else 1, 1, 1),
+                (1, 1, 1),
                 (self.threads, 1, 1),
                 arguments(self.arguments, scalars),
                 self.shared_bytes,
-                1 if self.together else self.cluster,
+                self.cluster,
                 cooperative=self.together,
                 rule=_launch.TILES,
             )

@@ -418,10 +418,15 @@ void barrier_init(u64* barrier, u32 arrivals);
 void barriers_ready();
 void barrier_expect(u64* barrier, u32 bytes);
 void barrier_wait(u64* barrier, u32 parity, int line = __builtin_LINE());
+void barrier_arrive(u64* barrier);
 bool arrives_last(u64* barrier);
 void bulk_load(char* to, const char* from, u32 bytes, u64* barrier);
 void cluster_sync(int line = __builtin_LINE());
 void cluster_send(u32* place, int rank, u32 value, u64* barrier);
+void post_write(char* post, u64 value);
+bool post_read(const char* post, bool wanted, u64& value, int line = __builtin_LINE());
+int post_count(char* post);
+void post_clear(char* post);
 #endif
 
 // ---- the emulator's inside, compiled once ----
@@ -479,6 +484,7 @@ static std::vector<Block> blocks;
 static std::vector<Thread*> runnable;  // the last one is next
 static std::vector<Copy> copies;       // under way
 static std::map<u64*, Barrier> barriers;
+static std::vector<Thread*> post_readers;  // wait for the next post
 static std::vector<char> shared_memory, saved_static_shared;
 static u32 threads_of_block, cluster_waiting, cluster_syncs, order, cluster_ended;
 static int cluster_line;
@@ -531,7 +537,7 @@ static void* new_fiber(char* stack, u64 bytes, void (*start)()) {
 }
 static void* scheduler;  // the stack pointer of run_cluster
 #else
-static ucontext_t contexts[16 * 1024 + 1];  // the last one is the scheduler's
+static ucontext_t contexts[64 * 1024 + 1];  // the last one is the scheduler's
 static void emulator_switch(void** save, void* load) { swapcontext((ucontext_t*)*save, (ucontext_t*)load); }
 static void* new_fiber(char* stack, u64 bytes, void (*start)()) {
   ucontext_t* context = &contexts[(u64)(stack - stacks) / kStack];
@@ -542,7 +548,7 @@ static void* new_fiber(char* stack, u64 bytes, void (*start)()) {
   makecontext(context, start, 0);
   return context;
 }
-static void* scheduler = &contexts[16 * 1024];
+static void* scheduler = &contexts[64 * 1024];
 #endif
 
 static void exchange_static_shared(Block* from, Block* to) {
@@ -801,7 +807,7 @@ static void run_cluster(uint3 first_block, u64 number) {
   const u32 cluster = launch->cluster;
   order = launch->order ? launch->order : 1 + number % 3;
   random_state = 0x9e3779b97f4a7c15ull * (number + 1);
-  runnable.clear(), copies.clear(), barriers.clear();
+  runnable.clear(), copies.clear(), barriers.clear(), post_readers.clear();
   cluster_waiting = cluster_syncs = cluster_ended = 0;
   const u64 stride = (kGuard + launch->shared_bytes + 127) / 128 * 128 + kGuard;
   shared_memory.resize(cluster * stride + 256);
@@ -862,7 +868,7 @@ const char* run(const Launch& the_launch, void (*the_body)(const void*), const v
   grid_size = {launch->grid[0], launch->grid[1], launch->grid[2]};
   threads_of_block = block_size.x * block_size.y * block_size.z;
   if (!threads_of_block || threads_of_block > 1024) return "a block has 1 to 1024 threads";
-  if (!launch->cluster || launch->cluster > 16) return "a cluster has 1 to 16 blocks";
+  if (!launch->cluster || launch->cluster > 64) return "a cluster has 1 to 16 blocks, 64 may run at once";
   if (grid_size.x % launch->cluster) return "the grid is not a multiple of the cluster";
   const u64 count = (u64)launch->cluster * threads_of_block;
   if (count > stack_count) {
@@ -947,6 +953,12 @@ void barrier_expect(u64* place, u32 bytes) {
   barrier.arrived = 1, barrier.expected += bytes;
   complete(barrier);
 }
+void barrier_arrive(u64* place) {
+  Barrier& barrier = find(place);
+  if (barrier.arrived == barrier.arrivals) fail("more threads arrive at a barrier than it counts");
+  ++barrier.arrived;
+  complete(barrier);
+}
 bool arrives_last(u64* place) {
   Barrier& barrier = find(place);
   const bool last = ++barrier.arrived == barrier.arrivals;
@@ -1002,6 +1014,43 @@ void cluster_send(u32* place, int rank, u32 value, u64* barrier) {
   memset(to, 0xff, 4);
   copies.push_back({to, nullptr, 4, value, &other, &block});
   if (order == 2 || (order == 3 && random_below(2))) land(copies.size() - 1);
+}
+
+static constexpr u64 kPostTag = 0x9d3b5c71e86f0000ull;
+static u64* find_post(const char* post) {
+  if ((u64)post % 16) fail("a post at a misaligned address");
+  check_read(post, 16, 16, "a post");
+  return (u64*)post;
+}
+void post_write(char* post, u64 value) {
+  u64* const words = find_post(post);
+  if (words[0] >> 16 == kPostTag >> 16) fail("two values are written to one post");
+  words[0] = kPostTag, words[1] = value;
+  const std::vector<Thread*> readers = std::move(post_readers);
+  post_readers.clear();
+  release(readers.data(), readers.size());
+}
+// Waits for another post where this one is not there: a loop that asks again and again would keep all others waiting.
+bool post_read(const char* post, bool wanted, u64& value, int line) {
+  if (!wanted) return true;
+  const u64* const words = find_post(post);
+  if (words[0] >> 16 != kPostTag >> 16) {
+    post_readers.push_back(current);
+    emulator::wait("post_read", line);
+    if (words[0] >> 16 != kPostTag >> 16) return false;
+  }
+  value = words[1];
+  return true;
+}
+int post_count(char* post) {
+  u64* const words = find_post(post);
+  if (words[0] >> 16 != kPostTag >> 16) fail("a post is counted that is not there");
+  return (int)(words[0]++ & 0xffff);
+}
+void post_clear(char* post) {
+  u64* const words = find_post(post);
+  if (words[0] >> 16 != kPostTag >> 16) fail("a post is cleared that is not there");
+  words[0] = 0;
 }
 #endif
 #endif

@@ -221,7 +221,9 @@ def run(
     results = [(tuple(shape), np.dtype(dtype)) for shape, dtype in out_avals] + scratch
     shapes = [operand.shape for operand in operands] + [shape for shape, _ in results]
     kernels = ("row_program", "row_program_finish") if call.finish else ("row_program",)
-    if call.threads > 1024 or call.cluster > 16 or call.shared_bytes > 227 * 1024:
+    together = getattr(call, "together", False)
+    most = 64 if together else 16
+    if call.threads > 1024 or call.cluster > most or call.shared_bytes > 227 * 1024:
         raise EmulatorError(
             f"{call.threads} threads, clusters of {call.cluster}, {call.shared_bytes} bytes: too many"
         )
@@ -239,7 +241,7 @@ def run(
         arguments = [*(arrays[buffer] for buffer in call.arguments), *integers]
         launch(
             library, "row_program", blocks, (call.threads, 1, 1), arguments, memory,
-            call.cluster, call.shared_bytes, **options,
+            blocks[0] if together else call.cluster, call.shared_bytes, **options,
         )  # fmt: skip
     if call.finish:
         x, z = call.finish

@@ -9,17 +9,20 @@ from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit
+from jaxnorm._rows.emit_sums import finish_columns
 from jaxnorm._rows.rules import Program, cached_program_of
 from jaxnorm._rows.schedule import (
     DEVICES,
     Device,
     Phases,
     Plan,
+    exchanged_words,
     keeps_columns,
     schedule,
     shared_bytes,
     with_fewer_blocks,
 )
+from jaxnorm._rows.schedule_grid import posts_of_row, sums_end_here
 
 # Bytes of registers that a thread may spill, stores and loads together: a few cost less than fewer threads.
 SPILLS = 48
@@ -35,7 +38,7 @@ class Call:
       source: CUDA text with the kernel `row_program` and, where there is something to finish, `row_program_finish`.
       threads: of a block.
       shared_bytes: of a block's dynamic shared memory.
-      cluster: blocks of a cluster; 1 where there are no clusters.
+      cluster: blocks of a cluster, or that share rows anywhere in the grid; 1 where no blocks do.
       rows_per_tile: rows that a block (or cluster) takes at a time.
       blocks: 0 where each tile has a block (or cluster), otherwise how many there are at most.
       chunk_multiple: in how many classes the tiles of persistent blocks must stay apart.
@@ -45,6 +48,7 @@ class Call:
       scratch: shapes of the float32 results that follow the program's own.
       finish: (blocks along x, blocks along z) of row_program_finish, or ().
       finish_arguments: buffers that row_program_finish takes.
+      together: whether blocks share rows without being a cluster, so that all blocks of the grid run at once.
       plan: the schedule, for people. The launcher needs nothing of it.
       operation: what error messages begin with.
     """
@@ -62,6 +66,7 @@ class Call:
     scratch: tuple[tuple, ...]
     finish: tuple[int, ...]
     finish_arguments: tuple[int, ...]
+    together: bool = False
     plan: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
     operation: str = "row_program"
 
@@ -82,6 +87,7 @@ class Call:
                 arguments(self.arguments, scalars),
                 self.shared_bytes,
                 self.cluster,
+                cooperative=self.together,
                 rule=_launch.TILES,
             )
         ]
@@ -129,13 +135,19 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
     phases = Phases(program)
     inputs = sorted({n.attr[0] for n in phases.order if n.op in ("input", "input_at", "key")})
     outputs = [program.count + o.number for o in program.outputs]
-    own = [b for b, o in zip(outputs, program.outputs, strict=True) if not o.after]
-    after = [b for b, o in zip(outputs, program.outputs, strict=True) if o.after]
+    direct = sums_end_here(program, plan)
+    own = [b for b, o in zip(outputs, program.outputs, strict=True) if direct or not o.after]
+    after = [b for b in outputs if b not in own]
     first_scratch = program.count + len(outputs)
-    scratch = [first_scratch + i for i in range(len(phases.row_sums))]
+    sums = [] if direct else phases.row_sums
     group_dims = phases.group_dims
-    blocks = plan.blocks * device.multiprocessors if plan.persistent else 0
-    shapes = tuple(_scratch_shape(n, program, plan, blocks, group_dims) for n in phases.row_sums)
+    blocks = plan.grid or (plan.blocks * device.multiprocessors if plan.persistent else 0)
+    shapes = [_scratch_shape(n, program, plan, blocks, group_dims) for n in sums]
+    if plan.grid:
+        posts = math.prod(program.row_sizes) * posts_of_row(exchanged_words(phases))
+        shapes.append((posts * plan.cluster, 4))
+    scratch = [first_scratch + i for i in range(len(shapes))]
+    finish_blocks = -(-program.width // finish_columns(program, group_dims))
     return Call(
         source=emit(program, plan),
         threads=plan.threads,
@@ -147,9 +159,10 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
         group_dims=group_dims,
         sizes=_sizes(program),
         arguments=(*inputs, *own, *scratch),
-        scratch=shapes,
-        finish=(-(-program.width // 32), len(after)) if after else (),
-        finish_arguments=(*scratch, *after, *inputs) if after else (),
+        scratch=tuple(shapes),
+        finish=(finish_blocks, len(after)) if after else (),
+        finish_arguments=(*scratch[: len(sums)], *after, *inputs) if after else (),
+        together=plan.grid > 0,
         plan=plan,
     )
 

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import pathlib
 
-from jaxnorm._rows.emit_reductions import Reductions
-from jaxnorm._rows.emit_sums import Finish, Sums
+from jaxnorm._rows.emit_grid import Grid
+from jaxnorm._rows.emit_sums import Finish
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.expressions import (
     accumulator,
@@ -44,7 +44,7 @@ def emit(program: Program, plan: Plan) -> str:
     return preamble() + Emitter(program, plan).text()
 
 
-class Emitter(Sums, Reductions):
+class Emitter(Grid):
     """The kernel as a whole: its rows, and its phases."""
 
     def text(self) -> str:
@@ -52,12 +52,14 @@ class Emitter(Sums, Reductions):
         self.w("")
         self.w(f"// {self.plan}")
         bounds = f"__launch_bounds__({self.plan.threads}, {self.plan.blocks})"
-        cluster = f"__cluster_dims__({self.plan.cluster}, 1, 1) " if self.plan.cluster > 1 else ""
+        cluster = f"__cluster_dims__({self.plan.cluster}, 1, 1) " if self.plan.clustered else ""
         with self.w.block(
             f'extern "C" __global__ void {cluster}{bounds} row_program({self._parameters()})'
         ):
             self._begin()
-            if self.plan.persistent:
+            if self.plan.grid:
+                self._share_rows()
+            elif self.plan.persistent:
                 with self.w.block(
                     "for (int tile = chunk, turn = 0; tile < tiles; tile += chunks, ++turn)"
                 ):
@@ -65,10 +67,11 @@ class Emitter(Sums, Reductions):
             else:
                 self.w("const int tile = chunk;")
                 self._tile()
-            self._write_partial_sums()
-            if self.plan.cluster > 1:
+            if not self.plan.grid:
+                self._write_partial_sums()
+            if self.plan.clustered:
                 self.w("cluster_sync();  // no block may end while others write to its memory")
-        if self.phases.row_sums:
+        if self.phases.row_sums and not self.direct:
             Finish(self).emit()
         return "\n".join(self.w.lines) + "\n"
 
@@ -93,11 +96,16 @@ class Emitter(Sums, Reductions):
     def _parameters(self) -> str:
         parameters = [f"const char* __restrict__ in{n}" for n in self.used_inputs()]
         parameters += [
-            f"char* __restrict__ out{o.number}" for o in self.program.outputs if not o.after
+            f"char* __restrict__ out{o.number}"
+            for o in self.program.outputs
+            if not o.after or self.direct
         ]
-        parameters += [
-            f"{c_type(n.dtype)}* __restrict__ sums{n.number}" for n in self.phases.row_sums
-        ]
+        if not self.direct:
+            parameters += [
+                f"{c_type(n.dtype)}* __restrict__ sums{n.number}" for n in self.phases.row_sums
+            ]
+        if self.plan.grid:
+            parameters.append("char* __restrict__ posts")
         return ", ".join([*parameters, *self.scalars()])
 
     def _begin(self):
@@ -134,6 +142,10 @@ class Emitter(Sums, Reductions):
             )
         if plan.source == "ring":
             self._ring()
+        if not plan.grid:
+            self._prepare()
+
+    def _prepare(self):
         self._row_values(lambda n: not n.row, "values that all rows share", rows=(0,))
         self._sums_to_zero()
         self._hoist()

@@ -166,7 +166,7 @@ class Memory(Base):
     @functools.cached_property
     def ahead(self) -> frozenset[Node]:
         """Operands with one number for a row that persistent blocks load a turn before."""
-        if not self.plan.persistent:
+        if not self.plan.persistent or self.plan.grid:
             return frozenset()
         found = (n for n in self.phases.order if n.op == "input" and n.row and not n.column)
         return frozenset(n for n in found if not self.program.inputs[n.attr[0]].layout.bits)
@@ -222,7 +222,7 @@ class Memory(Base):
     def _ring(self):
         plan, w = self.plan, self.w
         w(f"u64* const filled = (u64*)(shared + {self.memory.barriers});  // one barrier a stage")
-        if plan.cluster > 1:
+        if plan.clustered:
             w(
                 f"u64* const received = filled + {plan.stages};  // one barrier for each set of partial results"
             )
@@ -230,6 +230,26 @@ class Memory(Base):
             w(
                 f"u64* const readers = filled + {plan.stages + 2};  // of a stage: warps arrive that have read it"
             )
+        self._define_fetch()
+        with w.block("if (thread == 0)"):
+            with w.block(f"for (int stage = 0; stage < {plan.stages}; ++stage)"):
+                w("barrier_init(filled + stage, 1);")
+                if plan.parts:
+                    w(f"barrier_init(readers + stage, {plan.threads // 32});")
+            if plan.clustered:
+                w("barrier_init(received, 1), barrier_init(received + 1, 1);")
+            w("barriers_ready();")
+        w("cluster_sync();" if plan.clustered else "__syncthreads();")
+        self._fetch_first_stages()
+
+    def _fetch_first_stages(self):
+        with self.w.block("if (thread == 0)"):
+            tile, fetch = self._fetch_of("stage")
+            stages = self.plan.stages
+            self.w(f"for (int stage = 0; stage < {stages} && {tile} < tiles; ++stage) {fetch};")
+
+    def _define_fetch(self):
+        plan, w = self.plan, self.w
         with w.block(f"auto fetch = [&](int tile, {'int round, ' if plan.parts else ''}int stage)"):
             w(f"const u32 first = (u32)tile * {plan.rows_per_tile}u;")
             w(f"const u32 count = min_of({plan.rows_per_tile}u, group_rows - first);")
@@ -242,18 +262,6 @@ class Memory(Base):
             for i in self.staged:
                 self._fetch(i)
         w.lines[-1] += ";"
-        with w.block("if (thread == 0)"):
-            with w.block(f"for (int stage = 0; stage < {plan.stages}; ++stage)"):
-                w("barrier_init(filled + stage, 1);")
-                if plan.parts:
-                    w(f"barrier_init(readers + stage, {plan.threads // 32});")
-            if plan.cluster > 1:
-                w("barrier_init(received, 1), barrier_init(received + 1, 1);")
-            w("barriers_ready();")
-        w("__syncthreads();" if plan.cluster == 1 else "cluster_sync();")
-        with w.block("if (thread == 0)"):
-            tile, fetch = self._fetch_of("stage")
-            w(f"for (int stage = 0; stage < {plan.stages} && {tile} < tiles; ++stage) {fetch};")
 
     @property
     def by_slots(self) -> bool:
@@ -309,7 +317,7 @@ class Memory(Base):
         """
         w, plan, next_one = self.w, self.plan, f"({number} + {self.plan.stages})"
         tile, fetch = self._fetch_of(next_one)
-        if plan.parts:
+        if plan.parts or plan.grid:
             w("__syncwarp();")
             last = f"lane_of_warp == 0 && arrives_last(readers + {number} % {plan.stages})"
         else:

@@ -4,8 +4,22 @@ from jaxnorm._rows.emit_memory import Memory
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.expressions import c_type, literal, words_of
 from jaxnorm._rows.graph import Node
-from jaxnorm._rows.rules import Input, Output
+from jaxnorm._rows.rules import Input, Output, Program
 from jaxnorm._rows.text import addresses, product
+
+# Blocks of `row_program_finish` that run at once on most GPUs; more of them take turns.
+FINISH_BLOCKS = 256
+# Partial results that a thread loads at once, so that it waits once for them.
+FINISH_LOADS = 8
+
+
+def finish_columns(program: Program, group_dims: int) -> int:
+    """Columns of a block of `row_program_finish`. Blocks have 1024 threads; fewer where groups of rows have sums."""
+    results = sum(o.after for o in program.outputs)
+    columns, most = 32, 32 if group_dims else 1024
+    while columns < most and -(-program.width // columns) * results > FINISH_BLOCKS:
+        columns *= 2
+    return columns
 
 
 class Sums(Memory):
@@ -99,13 +113,15 @@ class Sums(Memory):
 class Finish:
     """The kernel that adds up the partial results of sums over rows.
 
-    A block has 32 columns. Its threads along y share the partial results of each.
+    A thread adds up some partial results of one column. Which ones does not vary from run to run. Of wide results, so
+    few threads share a column that all blocks run at once.
     """
 
     def __init__(self, emitter: Sums):
         self.e, self.w = emitter, emitter.w
         self.program, self.plan = emitter.program, emitter.plan
         self.outputs = [o for o in self.program.outputs if o.after]
+        self.columns = finish_columns(self.program, emitter.group_dims)
 
     def emit(self):
         w, e = self.w, self.e
@@ -125,10 +141,10 @@ class Finish:
         with w.block(
             f'extern "C" __global__ void __launch_bounds__(1024) row_program_finish({", ".join(parameters + scalars)})'
         ):
-            w("const int x = threadIdx.x, y = threadIdx.y;")
+            w("const int thread = threadIdx.y * 32 + threadIdx.x, threads = 32 * blockDim.y;")
             widest = max(n.dtype.itemsize for n in e.phases.row_sums) // 4
             w(
-                f"__shared__ {'u64' if widest > 1 else 'u32'} memory[32 * 33];  // one sum after the other"
+                f"__shared__ {'u64' if widest > 1 else 'u32'} memory[1024];  // one sum after the other"
             )
             w(
                 f"const u32 group_rows = {product(e.sizes[e.group_dims :]) if e.group_dims else '(u32)all_rows'};"
@@ -162,13 +178,15 @@ class Finish:
 
     def _panel(self, o, panel, root):
         w, e, width = self.w, self.e, self.program.width
-        sums = [n for n in _all_nodes(root) if n.op == "row_sum"]
+        sums = [n for n in nodes_behind_sums(root) if n.op == "row_sum"]
         scalar = all(n.attr[1] for n in sums)
         if not scalar and any(n.attr[1] for n in sums):
             raise NotARowProgram(
                 f"result {o.number}", "mixes a sum over rows with one over rows and columns"
             )
-        w("const int column = blockIdx.x * 32 + x;")
+        across = 32 if scalar else self.columns
+        w(f"const int x = thread % {across}, y = thread / {across}, shares = threads / {across};")
+        w(f"const int column = blockIdx.x * {across} + x;")
         active = (
             "blockIdx.x == 0 && own < own_groups"
             if scalar
@@ -176,14 +194,14 @@ class Finish:
         )
         w(f"const bool active = {active};")
         for n in sums:
-            self._add_up(n, scalar)
+            self._add_up(n, scalar, across)
         with w.block(f"if (active && y == 0{' && x == 0' if scalar else ''})"):
             names: dict[Node, str] = {}
 
             def name(node, u=0):
                 return literal(node.attr, node.dtype) if node.op == "literal" else names[node]
 
-            for node in _all_nodes(root):
+            for node in nodes_behind_sums(root):
                 if node.op == "literal":
                     continue
                 names[node] = f"{node.op}_{node.number}"
@@ -211,27 +229,35 @@ class Finish:
             column = "" if scalar else f" + {_column(o, panel * width)}"
             w(f"store<{size}>(out{o.number} + ({offset}{column}) * {size}, words);")
 
-    def _add_up(self, n, scalar):
+    def _add_up(self, n, scalar, across):
         w, t, this = self.w, c_type(n.dtype), f"row_sum_{n.number}"
         cluster = self.plan.cluster
         w(f"{t} {this} = 0;")
-        if scalar:
-            count = f"together * {cluster}" if cluster > 1 else "together"
-            w(
-                f"if (active) for (int q = y * 32 + x; q < {count}; q += 32 * blockDim.y) "
-                f"{this} += sums{n.number}[(u64)own * {count} + q];"
-            )
-        else:
-            at = f"sums{n.number}[((u64)own * together + q) * {self.program.width} + column]"
-            w(f"if (active) for (int q = y; q < together; q += blockDim.y) {this} += {at};")
+        with w.block("if (active)"):
+            if scalar:
+                count = f"together * {cluster}" if cluster > 1 else "together"
+                w(
+                    f"for (int q = thread; q < {count}; q += threads) {this} += sums{n.number}[(u64)own * {count} + q];"
+                )
+            else:
+                each, width = f"UNROLL for (int i = 0; i < {FINISH_LOADS}; ++i)", self.program.width
+                w(
+                    f"const {t}* from = sums{n.number} + ((u64)own * together + y) * {width} + column;"
+                )
+                w(f"const int step = shares * {width};")
+                turn = f"q += {FINISH_LOADS} * shares, from += {FINISH_LOADS} * step"
+                with w.block(f"for (int q = y; q < together; {turn})"):
+                    w(f"{t} some[{FINISH_LOADS}];")
+                    w(f"{each} some[i] = q + i * shares < together ? from[i * step] : 0;")
+                    w(f"{each} {this} += some[i];")
         with w.block():
-            w(f"{t} (*const parts)[33] = ({t} (*)[33])memory;")
+            w(f"{t}* const parts = ({t}*)memory;")
             w("__syncthreads();")
-            w(f"parts[y][x] = {this};")
+            w(f"parts[thread] = {this};")
             w("__syncthreads();")
             with w.block("if (y == 0)"):
                 w(f"{this} = 0;")
-                w(f"for (int q = 0; q < blockDim.y; ++q) {this} += parts[q][x];")
+                w(f"for (int q = 0; q < shares; ++q) {this} += parts[q * {across} + x];")
                 if scalar:
                     w(
                         f"for (int distance = 16; distance; distance /= 2) "
@@ -245,7 +271,7 @@ def _column(array: Input | Output, first: int) -> str:
     return f"{first} + column" if step == 1 else f"(u64)({first} + column) * {step}"
 
 
-def _all_nodes(root) -> list[Node]:
+def nodes_behind_sums(root) -> list[Node]:
     """The nodes that a result needs behind the sums over rows, arguments first."""
     found: dict[Node, None] = {}
 

@@ -106,6 +106,10 @@ DEVICE void barrier_wait(u64* barrier, u32 parity) {
                  : "memory");
   } while (!done);
 }
+DEVICE void barrier_arrive(u64* barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+               : "memory");
+}
 // Arrives at a barrier, and whether nobody is to arrive after this thread. What all threads read before they arrived may
 // then be written.
 DEVICE bool arrives_last(u64* barrier) {
@@ -144,4 +148,29 @@ DEVICE void cluster_send(u32* place, int rank, u32 value, u64* barrier) {
                "r"(counting)
                : "memory");
 }
+
+// ---- posts: 16 bytes of global memory that blocks of a grid which all run at once tell each other something in ----
+
+// A random number whose low bits count.
+#define POST_TAG 0x9d3b5c71e86f0000ull
+DEVICE void post_write(char* post, u64 value) {
+  asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(
+                   __cvta_generic_to_global(post)),
+               "l"(POST_TAG), "l"(value)
+               : "memory");
+}
+// Whether the value is there. What is not wanted is not read, and is there; no branch waits for an earlier post.
+DEVICE bool post_read(const char* post, bool wanted, u64& value) {
+  u64 tag = POST_TAG;
+  asm volatile(
+      "{ .reg .b128 v; .reg .pred p; setp.ne.u32 p, %3, 0; mov.b128 v, {%0, %1};\n"
+      "@p ld.relaxed.gpu.global.b128 v, [%2];\nmov.b128 {%0, %1}, v; }"
+      : "+l"(tag), "+l"(value)
+      : "l"(__cvta_generic_to_global(post)), "r"((u32)wanted)
+      : "memory");
+  return tag >> 16 == POST_TAG >> 16;
+}
+// Counts a block that has read, and returns how many did before.
+DEVICE int post_count(char* post) { return (int)(atomicAdd((u64*)post, 1ull) & 0xffffu); }
+DEVICE void post_clear(char* post) { *(volatile u64*)post = 0; }
 #endif

@@ -9,6 +9,8 @@ A row's data stay on chip between the phases of a program, which the row's reduc
               of one where rows are long: while one row is worked on, parts of the next one take the place of parts
               that its last phase has read
   stream      rows too long for the chip: each phase reads them again, which costs nothing where there is one phase
+
+Few rows that are very long are shared by blocks anywhere in the grid (`schedule_grid`).
 """
 
 import dataclasses
@@ -17,6 +19,7 @@ import math
 
 from jaxnorm._rows.graph import BOOL, Node
 from jaxnorm._rows.rules import Program
+from jaxnorm._rows.schedule_grid import GridMemory, GridShape, grid_shape, part_of_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,8 @@ DEVICES = {
 }
 
 THREADS_MAX = 1024
+LINE = 128  # bytes of a cache line
+ROW_LOADS = 1024  # rows whose labels, statistics and the like fit in shared memory
 REGISTERS = 65536  # of a multiprocessor
 REGISTERS_MAX = 255  # of a thread
 # Registers of addresses, loop counters and intermediate results, besides what is held.
@@ -91,6 +96,11 @@ class Plan:
       keep: numbers of the nodes whose values stay in registers from phase to phase; others are computed again.
       shifted: whether slots lie on the grid of the vectors in memory instead of beginning with the row: rows whose
         length is no multiple of the vector then still have aligned vectors.
+      grid: how many times `cluster` blocks, which need not be a cluster, share rows and exchange what they have of them
+        through global memory; 0 where no blocks do. All blocks of the grid run at once. `threads` are `lanes` and the
+        warps of the exchange.
+      lag: of a grid, rows between the one that is in a phase and the one that is in the next phase.
+      exchangers: of a grid, warps for each exchange of a row.
       side: threads of a warp that have rows next to each other, where rows lie side by side (`schedule_strided`);
         otherwise 0.
     """
@@ -112,11 +122,21 @@ class Plan:
     keep: frozenset
     shifted: bool
     side: int = 0
+    grid: int = 0
+    lag: int = 0
+    exchangers: int = 0
+
+    @property
+    def clustered(self) -> bool:
+        """Whether the blocks that share a row are a cluster."""
+        return self.cluster > 1 and not self.grid
 
     @property
     def groups(self) -> int:
         """Groups of lanes in a block, each with rows of its own."""
-        return self.threads // self.lanes if self.lanes <= 32 or self.side else 1
+        return (
+            self.threads // self.lanes if (self.lanes <= 32 and not self.grid) or self.side else 1
+        )
 
     @property
     def warps(self) -> int:
@@ -138,7 +158,10 @@ class Plan:
         return min(REGISTERS_MAX, REGISTERS // (self.threads * self.blocks) // 8 * 8)
 
     def __str__(self) -> str:
-        row = f"a cluster of {self.cluster} blocks" if self.cluster > 1 else f"{self.lanes} threads"
+        blocks = (
+            f"{self.grid} times {self.cluster}" if self.grid else f"a cluster of {self.cluster}"
+        )
+        row = f"{blocks} blocks" if self.cluster > 1 else f"{self.lanes} threads"
         stages = f"{self.stages} stages" + (f" for {self.rounds} parts a row" if self.parts else "")
         held = {"ring": f"a ring of {stages}", "stream": "rows read in each phase"}.get(
             self.source, self.source
@@ -286,7 +309,10 @@ class _Scheduler:
             return strided_plan(self)
         vector, shifted = self._vector()
         count = slots_of(self.program.width, vector, shifted)
-        source = self._source(count, count > 128, self._can_ring(vector, shifted))
+        can_ring = self._can_ring(vector, shifted)
+        if shape := self._grid(vector, count, can_ring and not shifted and self._can_cut(vector)):
+            return self._plan_of_grid(shape, vector)
+        source = self._source(count, count > 128, can_ring)
         persistent = source == "ring" or self.sums
         if shifted and self.columns and not persistent and "vector" not in self.asked:
             # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
@@ -559,6 +585,57 @@ class _Scheduler:
         )
         # More parts than two rows have would wait in any case.
         return self._with_registers(self._with_stages(plan, 2 * rounds))
+
+    def _grid(self, vector, count, can_cut) -> GridShape | None:
+        rows = math.prod(self.program.row_sizes)
+        reductions = [n for n in self.phases.order if n.op == "reduce"]
+        if not (
+            can_cut
+            and self.levels
+            and isinstance(rows, int)
+            # Sums over rows must be the ones of a block's columns.
+            and not any(n.attr[1] or n.attr[0] for n in self.phases.row_sums)
+            and all(n.dtype.itemsize <= 4 for n in reductions)
+        ):
+            return None
+        written = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
+        return grid_shape(
+            rows=rows,
+            slots=count,
+            line=slots_of_line(self.program, vector),
+            row_bytes=self.row_bytes,
+            written_bytes=written,
+            words=exchanged_words(self.phases),
+            row_words=rows * len(row_loads(self.program, self.phases)),
+            elements=self.panels * vector,
+            sums=self.sums,
+            device=self.device,
+            asked=self.asked,
+        )
+
+    def _plan_of_grid(self, shape, vector) -> Plan:
+        elements = self.panels * vector * shape.slots
+        return Plan(
+            source="ring",
+            vector=vector,
+            lanes=shape.lanes,
+            slots=shape.slots,
+            rounds=1,
+            threads=shape.threads,
+            cluster=shape.cluster,
+            rows_at_once=1,
+            passes=1,
+            stages=shape.stages,
+            blocks=1,
+            persistent=True,
+            hoist="registers" if self.columns and elements <= 16 else "",
+            hold_shared=True,
+            keep=frozenset(),
+            shifted=False,
+            grid=shape.grid,
+            lag=shape.lag,
+            exchangers=shape.exchangers,
+        )
 
     def _elements(self, source, cluster, vector, shifted) -> int:
         """Elements of a row that a thread should have."""
@@ -860,8 +937,17 @@ def slot_count(program: Program, plan: Plan) -> int:
     return slots_of(program.width, plan.vector, plan.shifted)
 
 
+def slots_of_line(program: Program, vector: int) -> int:
+    """Slots of the input with the shortest elements in a cache line."""
+    sizes = [i.dtype.itemsize for i in staged_inputs(program, Phases(program))]
+    return max(1, LINE // (vector * min(sizes)))
+
+
 def part_slots(program: Program, plan: Plan) -> int:
-    """Slots of a panel that one block of a cluster has."""
+    """Slots of a panel that one of the blocks has that share a row."""
+    if plan.grid:
+        line = slots_of_line(program, plan.vector)
+        return part_of_grid(slot_count(program, plan), plan.cluster, line)
     return -(-slot_count(program, plan) // plan.cluster)
 
 
@@ -879,6 +965,9 @@ class SharedMemory:
 def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     """The stages come first; sums over rows, at the end, use the same place."""
     phases = Phases(program)
+    if plan.grid:
+        grid = grid_memory(program, plan)
+        return SharedMemory(grid.parts, 0, grid.barriers, grid.total, grid.total)
     partials = plan.warps * plan.cluster * max(1, plan.side)
     partials = partials if plan.warps > 1 or plan.cluster > 1 else 0
     most = (
@@ -898,6 +987,26 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     operands = barriers + _round_up(16 * plan.stages + 16, 128)
     total = operands + hoisted_layout(program, plan, phases)[1]
     return SharedMemory(start, words, barriers, operands, total)
+
+
+def grid_memory(program: Program, plan: Plan) -> GridMemory:
+    """The same where blocks of a grid share rows."""
+    phases = Phases(program)
+    row_words = math.prod(program.row_sizes) * len(row_loads(program, phases))
+    return GridMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)
+
+
+def row_loads(program: Program, phases: Phases) -> list[Node]:
+    """What blocks of a grid load once for each row before all phases, unless rows are many."""
+    if math.prod(program.row_sizes) > ROW_LOADS:
+        return []
+    loads = [n for n in phases.order if n.op in ("input", "input_at") and n.row and not n.column]
+    return [n for n in loads if n.dtype.itemsize <= 4 and not n.after]
+
+
+def exchanged_words(phases: Phases) -> tuple[int, ...]:
+    """Partial results of each exchange of a row."""
+    return tuple(len(reductions) for reductions in phases.reductions[:-1])
 
 
 def shared_bytes(program: Program, plan: Plan) -> int:

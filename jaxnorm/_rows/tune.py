@@ -47,6 +47,9 @@ FIELDS = {
     "hoist": ("", "registers", "shared"),
     "stages": (2, 3, 4),
     "slots": range(1, 17),
+    "grid": range(257),
+    "lag": range(1, 65),
+    "exchangers": range(1, 17),
     "side": (1, 2, 4, 8, 16, 32),
 }
 # Elements that a thread works on side by side: the code is unrolled for each.
@@ -86,6 +89,9 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
         plan = add(**base)
         if plan not in found or (base and plan == default):
             continue
+        if plan.grid:
+            _add_grids(add, plan)
+            continue
         for lanes in _near(plan.lanes):
             other = add(**base, lanes=lanes)
             for blocks in (other.blocks // 2, other.blocks * 2):
@@ -106,6 +112,18 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
             for slots in (1, 2, 4, 8):
                 add(**base, slots=slots)
     return list(found.values())
+
+
+def _add_grids(add: Callable[..., Plan], plan: Plan) -> None:
+    """Candidates near a schedule whose rows are shared by blocks of the grid, and the one without it."""
+    add(grid=0)
+    for groups in sorted({1, 2, 4, 8, plan.grid // 2, plan.grid * 2} & set(FIELDS["grid"]) - {0}):
+        for lag in sorted({2, 4, 8, plan.lag}):
+            add(grid=groups, lag=lag)
+    for exchangers in (1, 2, 4, 8):
+        add(grid=plan.grid, exchangers=exchangers)
+    for lanes in _near(plan.lanes):
+        add(grid=plan.grid, lanes=lanes)
 
 
 def _add_strided(default: Plan, add: Callable) -> None:

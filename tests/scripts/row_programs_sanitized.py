@@ -57,6 +57,8 @@ PROGRAMS = {
     "results of rows": (table.entropy, ("whole",), (9, 5003), {}),
     "bits": (relu_of_sum, SUM, (33, 523), {}),
     "random": (dropout, KEY, (33, 256), {}),
+    "shared rows": (table.softmax, ("whole",), (9, 16384), {"grid": 2, "cluster": 4, "lag": 1}),
+    "shared rows with sums": (table.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5, "stages": 4}),
     "groups": (table.adaptive_layer_norm, ("whole", "group", "group"), (3, 40, 256), {}),
 }  # fmt: skip
 
@@ -110,5 +112,8 @@ def run(name) -> bool:
     return all(bool(np.isfinite(r.astype(np.float32)).all()) for r in results)
 
 
-names = sys.argv[1:] or list(PROGRAMS)
+# What is not checked is named with a minus sign in front.
+without = {name[1:] for name in sys.argv[1:] if name.startswith("-")}
+names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(PROGRAMS)
+names = [name for name in names if name not in without]
 print(json.dumps({"finite": {name: run(name) for name in names}, "plans": plans}))

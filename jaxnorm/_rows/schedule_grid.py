@@ -1,0 +1,204 @@
+"""Few rows that are very long: groups of blocks share them, and exchange partial results through global memory.
+
+Each block of a group has the same columns of all rows of the group. It fetches its parts of the rows ahead into the
+stages of a ring. Several rows are under way at once: while one is in the first phase, an earlier one is in the second
+phase, because its exchange has ended. So threads that compute do not wait for exchanges.
+"""
+
+import dataclasses
+
+# Threads of a block that compute, where a block's part of a row has as many slots.
+LANES = 512
+# Elements that a thread works on side by side, at most.
+ELEMENTS = 128
+# Of these, the slots that a thread should have at most.
+SLOTS = 2
+# Warps of a block that exchange, at most, and the ones of them for each exchange of a row.
+EXCHANGING_WARPS = 16
+EXCHANGERS = 8
+# Bytes that a block writes while an exchange is under way, 2.5 us.
+EXCHANGE_BYTES = 56 * 1024
+# Partial results in a post, which is 16 bytes (`emit_grid`).
+POST_WORDS = 2
+# A block reads and writes a row of so many bytes in the time of two exchanges: shorter rows are not shared.
+LEAST_ROW_BYTES = 128 * 1024
+# Without sums over rows, clusters keep up with more rows: each of them works on a row of its own.
+ROWS = 48
+# Groups of blocks, about: with more of them, the blocks of a group are so few that a cluster is as fast.
+GROUPS = 8
+# What is asked of a schedule that shares no rows between blocks of a grid.
+OTHER_SCHEDULES = ("source", "cluster", "parts", "rows_at_once", "blocks")
+
+
+@dataclasses.dataclass(frozen=True)
+class GridShape:
+    """The fields of a `Plan` whose rows are shared by blocks of a grid."""
+
+    grid: int
+    cluster: int
+    lanes: int
+    slots: int
+    stages: int
+    lag: int
+    exchangers: int
+    threads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GridMemory:
+    """Where a block's shared memory is used, in bytes. The stages come first.
+
+    Attributes:
+      parts: offset of the partial results of warps, for each stage.
+      known: offset of the results of reductions, for each stage.
+      gathered: offset of the partial results of all blocks, for each warp that exchanges.
+      gathered_words: how many each of these warps has.
+      rows: offset of what is loaded for each row.
+      barriers: offset of the barriers.
+      total: bytes.
+    """
+
+    parts: int
+    known: int
+    gathered: int
+    gathered_words: int
+    rows: int
+    barriers: int
+    total: int
+
+    @classmethod
+    def of(cls, plan, words: tuple[int, ...], stage_bytes: int, row_words: int) -> "GridMemory":
+        """The memory of a `Plan` or `GridShape`.
+
+        Args:
+          plan: the schedule.
+          words: partial results of each exchange.
+          stage_bytes: bytes of a stage.
+          row_words: what is loaded for all rows.
+        """
+        stages, all_words = plan.stages, sum(words)
+        parts = _round_up(stages * stage_bytes, 128)
+        known = parts + stages * all_words * (plan.lanes // 32) * 4
+        gathered = known + stages * all_words * 4
+        gathered_words = max(words, default=0) * plan.cluster
+        rows = gathered + len(words) * plan.exchangers * gathered_words * 4
+        barriers = _round_up(rows + row_words * 4, 128)
+        total = barriers + 8 * stages * (2 + 2 * len(words))
+        return cls(parts, known, gathered, gathered_words, rows, barriers, _round_up(total, 128))
+
+
+def posts_of_row(words: tuple[int, ...]) -> int:
+    """Posts that a block has for a row, given the partial results of its exchanges."""
+    return sum(-(-count // POST_WORDS) for count in words)
+
+
+def part_of_grid(slots: int, blocks: int, line: int) -> int:
+    """Slots of a block that shares a row of `slots`: whole cache lines, of which each has `line` slots."""
+    lines = -(-slots // line)
+    return -(-lines // blocks) * line
+
+
+def grid_shape(
+    *, rows, slots, line, row_bytes, written_bytes, words, row_words, elements, sums, device, asked
+) -> GridShape | None:
+    """How blocks of a grid share rows; None where they should not, or cannot.
+
+    Args:
+      rows: how many there are.
+      slots: of a row's panel.
+      line: slots of a panel in a cache line.
+      row_bytes: bytes of a row that are read.
+      written_bytes: bytes of a row that are written.
+      words: partial results of each exchange.
+      row_words: what is loaded for all rows.
+      elements: of a slot, in all panels.
+      sums: whether there are sums over rows.
+      device: for which the schedule is made.
+      asked: what is asked of the schedule.
+    """
+    if not rows or asked.get("grid") == 0:
+        return None
+    if "grid" not in asked:
+        # Each row of a single group takes the time of some instructions and barriers, however short it is.
+        many = sums and row_bytes >= 2 * LEAST_ROW_BYTES
+        few = rows <= (device.multiprocessors if many else ROWS)
+        if any(a in asked for a in OTHER_SCHEDULES) or not few or row_bytes < LEAST_ROW_BYTES:
+            return None
+    # One group has all rows, so that sums over rows end in its blocks.
+    groups = asked.get("grid") or (
+        1 if sums else _groups(rows, slots, line, device.multiprocessors)
+    )
+    blocks = asked.get("cluster") or device.multiprocessors // groups
+    part = part_of_grid(slots, blocks, line)
+    lanes = min(asked.get("lanes", LANES), _round_up(part, 32))
+    slots_of_thread = -(-part // lanes)
+    lanes = _round_up(-(-part // slots_of_thread), 32)
+    levels, own_rows = len(words), -(-rows // groups)
+    most_stages = max(own_rows, levels)
+    stage_bytes = part * (row_bytes // slots)
+    # Threads with many sums over rows need registers, of which more warps would leave too few.
+    warps = EXCHANGING_WARPS // 2 if sums and slots_of_thread > 1 else EXCHANGING_WARPS
+    exchangers = min(EXCHANGERS, warps // levels, own_rows)
+    exchangers = asked.get("exchangers") or max(1, exchangers)
+    shape = GridShape(
+        grid=groups,
+        cluster=-(-slots // part),
+        lanes=lanes,
+        slots=slots_of_thread,
+        stages=min(asked.get("stages", most_stages), most_stages),
+        lag=1,
+        exchangers=exchangers,
+        threads=0,
+    )
+    room = device.shared_bytes
+    while shape.stages and GridMemory.of(shape, words, stage_bytes, row_words).total > room:
+        shape = dataclasses.replace(shape, stages=shape.stages - 1)
+    # A warp that waits at a stage's barrier knows that the stage's last row is past it.
+    exchangers = min(exchangers, shape.stages)
+    threads = lanes + 32 * levels * exchangers
+    shape = dataclasses.replace(shape, exchangers=exchangers, threads=threads)
+    # A stage is needed again only after its row's last phase, however many rows a group has. While rows are in phases,
+    # two more are fetched if there are more.
+    most_lag = (shape.stages - (2 if shape.stages < own_rows else 0)) // levels
+    fits = slots_of_thread * elements <= ELEMENTS and shape.threads <= 1024
+    if shape.cluster == 1 or most_lag < 1 or not fits:
+        return None
+    # The exchanges of the last row end while the rows before it are written.
+    wanted = asked.get("lag") or -(
+        -EXCHANGE_BYTES // (part * (written_bytes or row_bytes) // slots)
+    )
+    return dataclasses.replace(shape, lag=max(1, min(wanted, most_lag)))
+
+
+def _groups(rows, slots, line, multiprocessors) -> int:
+    """Groups of blocks that share rows without sums over them: many, of which the last one ends early."""
+    wanted = max(1, min(multiprocessors * LANES * SLOTS // slots, rows, GROUPS))
+
+    def longest(groups) -> int:
+        return -(-rows // groups) * part_of_grid(slots, multiprocessors // groups, line)
+
+    near = range(max(1, wanted // 2), min(2 * wanted, rows, multiprocessors) + 1)
+    least = min(longest(groups) for groups in near)
+    good = [groups for groups in near if longest(groups) <= 1.02 * least]
+    return min(good, key=lambda groups: abs(groups - wanted))
+
+
+def sums_end_here(program, plan) -> bool:
+    """Whether a block has all rows of its columns, and so computes the results of sums over rows by itself."""
+    if plan.grid != 1:
+        return False
+    seen, stack = set(), [n for o in program.outputs if o.after for n in o.nodes]
+    while stack:
+        node = stack.pop()
+        if node.number in seen or node.op == "row_sum":
+            continue
+        seen.add(node.number)
+        if not node.after and (node.column or node.row):
+            return False
+        if node.after:
+            stack += node.args
+    return True
+
+
+def _round_up(n, unit) -> int:
+    return -(-n // unit) * unit

@@ -8,7 +8,6 @@
 #include "call.h"
 #include "cross_entropy_args.h"
 #include "norm_args.h"
-#include "relu_args.h"
 #include "softmax_args.h"
 
 namespace jaxnorm {
@@ -19,9 +18,6 @@ Error RunSoftmaxBwd(cudaStream_t stream, const SoftmaxBwdArgs& args, bool plain,
 
 Error RunCrossEntropyFwd(cudaStream_t stream, const CrossEntropyArgs& args, Scratch scratch);
 Error RunCrossEntropyBwd(cudaStream_t stream, const CrossEntropyArgs& args, Scratch scratch);
-
-Error RunReluFwd(cudaStream_t stream, const ReluArgs& args);
-Error RunReluBwd(cudaStream_t stream, const ReluArgs& args);
 
 Error RunNormFwd(cudaStream_t stream, const NormFwdArgs& args, Scratch scratch);
 Error RunNormBwd(cudaStream_t stream, const NormBwdArgs& args, Scratch scratch);

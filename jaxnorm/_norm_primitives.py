@@ -45,7 +45,7 @@ from jaxnorm._primitive.rules import (
 from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
 
-# Names the operands that a call has, the tangents and the cotangents (ffi/norm_args.h holds the same numbers).
+# Names the operands that a call has, the tangents and the cotangents (ffi/cpu/norm_call.h holds the same numbers).
 X, RESIDUAL, MASK, SCALE, BIAS = 1, 2, 4, 8, 16
 
 # Positions within a row are 32-bit numbers.
@@ -202,7 +202,7 @@ def _bwd_reference(
     implementation=None,
     blocks=None,
 ):
-    """The formula of ffi/norm_args.h.
+    """The formula of ffi/cpu/norm_call.h.
 
     With w = dy * scale, keep = 1 where the mask is on and 0 elsewhere, n = sum(keep), and sums over all elements,
 

@@ -39,7 +39,7 @@ from jaxnorm._primitive.rules import (
 from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
 
-# Which optional operands a call has (ffi/softmax_args.h holds the same numbers).
+# Which optional operands a call has (ffi/cpu/softmax_call.h holds the same numbers).
 WHERE, SCALE, BIAS = 1, 2, 4
 
 # Which linear map softmax_bwd applies (ditto). Softmax's Jacobian is symmetric, log_softmax's is not.

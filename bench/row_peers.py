@@ -162,6 +162,15 @@ def _torch_functions() -> dict[str, Callable]:
         p = log_softmax(logits)
         return p.gather(-1, tokens[:, None])[:, 0], -(p.exp() * p).sum(-1)
 
+    def channel_layer_norm(x, scale, bias):
+        y = functional.layer_norm(
+            wide(x).movedim(1, -1), scale.shape, scale, bias, row_programs.EPSILON
+        )
+        return y.movedim(-1, 1).to(x.dtype)
+
+    def pixel_cross_entropy(logits, labels):
+        return functional.cross_entropy(wide(logits), labels, reduction="none")
+
     def dropout(x, residual, scale, bias, key):
         # Its random bits are PyTorch's own.
         stream = residual + functional.dropout(x, row_programs.DROPOUT_RATE)
@@ -187,6 +196,9 @@ def _torch_functions() -> dict[str, Callable]:
         "soft_label_cross_entropy": lambda x, p: -(wide(p) * log_softmax(x)).sum(-1),
         "entropy": entropy,
         "log_probability_entropy": log_probability_entropy,
+        "channel_softmax": lambda x: torch.softmax(wide(x), 1).to(x.dtype),
+        "channel_layer_norm": channel_layer_norm,
+        "pixel_cross_entropy": pixel_cross_entropy,
         "dropout_residual_layer_norm": dropout,
     }
 

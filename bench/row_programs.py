@@ -25,6 +25,9 @@ DIRECTIONS = ("forward", "vjp", "both")
 MAIN, SWEEP = "main", "sweep"
 TAGS = (MAIN, SWEEP)
 
+# Families whose reduced axis is not the last: rows lie side by side.
+SIDE_BY_SIDE = ("channel_softmax", "channel_layer_norm", "pixel_cross_entropy")
+
 # Row lengths of the sweep, and the elements of one array, which are the same for all of them.
 COLUMNS = tuple(2**n for n in range(6, 18))
 ELEMENTS = 2**27
@@ -355,6 +358,25 @@ def log_probability_entropy(logits, tokens):
     return taken, -jnp.sum(jnp.exp(p) * p, -1)
 
 
+def channel_softmax(x):
+    """Along the second axis, in front of others."""
+    return jax.nn.softmax(wide(x), axis=1).astype(x.dtype)
+
+
+def channel_layer_norm(x, scale, bias):
+    """Of images whose channels come before their pixels."""
+    y = wide(x)
+    y = y - jnp.mean(y, 1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, 1, keepdims=True) + EPSILON)
+    return (y * scale[:, None, None] + bias[:, None, None]).astype(x.dtype)
+
+
+def pixel_cross_entropy(logits, labels):
+    """Of the classes of each pixel."""
+    p = jax.nn.log_softmax(wide(logits), axis=1)
+    return -jnp.take_along_axis(p, labels[:, None], axis=1)[:, 0]
+
+
 def dropout_residual_layer_norm(x, residual, scale, bias, key):
     keep = jax.random.bernoulli(key, 1 - DROPOUT_RATE, x.shape)
     stream = residual + jnp.where(keep, x / (1 - DROPOUT_RATE), 0).astype(x.dtype)
@@ -425,6 +447,12 @@ def _np_log_probability_entropy(logits, tokens):
     (x,) = _f64(logits)
     rows = np.arange(x.shape[0])
     return _np_log_softmax(x)[rows, np.asarray(tokens)], _np_entropy(x)
+
+
+def _np_pixel_cross_entropy(logits, labels):
+    (x,) = _f64(logits)
+    p = _np_log_softmax(np.moveaxis(x, 1, -1))
+    return -np.take_along_axis(p, np.asarray(labels)[..., None], -1)[..., 0]
 
 
 def _np_dropout(x, residual, scale, bias, key):
@@ -522,6 +550,71 @@ def _distillation_arguments(values):
 
 def _token_arguments(rows, columns):
     return Argument((rows, columns)), Argument((rows,), "int32", "labels", below=columns)
+
+
+def _pixel_arguments(images, classes, *pixels):
+    labels = Argument((images, *pixels), "int32", "labels", below=classes)
+    return Argument((images, classes, *pixels)), labels
+
+
+def _channel_arguments(images, channels, *pixels):
+    scale, bias = _rows(channels, parameters="se")[1:]
+    return Argument((images, channels, *pixels)), scale, bias
+
+
+def _of_channels(function):
+    """A function of rows, of an array that has its columns second."""
+    return _reference(lambda x, *p: np.moveaxis(function(np.moveaxis(x, 1, -1), *p), -1, 1))
+
+
+def _side_by_side():
+    """The programs of `SIDE_BY_SIDE`."""
+    softmaxes = (
+        ("channel_softmax", (64, 1024, 1024), (3, 24, 40)),
+        ("channel_softmax_64", (512, 64, 56, 56), (3, 12, 4, 6)),
+        ("channel_softmax_8192", (16, 8192, 1024), (2, 1024, 8)),
+    )
+    for name, sizes, small in softmaxes:
+        reference = _of_channels(_np_softmax)
+        yield _case(
+            "channel_softmax",
+            channel_softmax,
+            reference,
+            _of(),
+            1,
+            sizes,
+            small,
+            0.9,
+            0.9,
+            name=name,
+        )
+    yield _case(
+        "channel_layer_norm",
+        channel_layer_norm,
+        _of_channels(_np_layer),
+        _channel_arguments,
+        3,
+        (128, 192, 56, 56),
+        (2, 24, 4, 6),
+        0.9,
+        0.9,
+    )
+    for name, sizes, small in (
+        ("pixel_cross_entropy", (24, 21, 512, 512), (2, 21, 4, 6)),
+        ("pixel_cross_entropy_150", (64, 150, 128, 128), (2, 150, 4, 4)),
+    ):
+        yield _case(
+            "pixel_cross_entropy",
+            pixel_cross_entropy,
+            _np_pixel_cross_entropy,
+            _pixel_arguments,
+            1,
+            sizes,
+            small,
+            0.9,
+            0.9,
+            name=name,
+        )
 
 
 _MAIN = (
@@ -658,6 +751,7 @@ _MAIN = (
         0.75,
         name="layer_norm_gelu_4095",
     ),
+    *_side_by_side(),
 )
 
 

@@ -58,6 +58,7 @@ from jaxnorm._primitive.avals import (
 from jaxnorm._primitive.calls import Call, broadcast_fits
 from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
 from jaxnorm._primitive.merge import Merge
+from jaxnorm._primitive.named import bind_named, bits_of, by_name, only
 from jaxnorm._primitive.partition import Partition, sharding_factors
 from jaxnorm._primitive.rules import (
     NOT_MAPPED,
@@ -71,11 +72,12 @@ from jaxnorm._primitive.rules import (
 from jaxnorm._rows.call import device_here
 from jaxnorm._sharding import Blocks
 
-# Operands and results, in the order that calls have them; the n-th is bit n (ffi/cpu/batch_norm_call.h).
+# Operands and results, in the order that calls have them, and the bits of their names (ffi/cpu/batch_norm_call.h).
 _KERNEL_NAMES = (
     *("x", "dy", "y", "bits", "mask", "mean", "var", "count", "scale", "bias", "residual"),
     *("dbias", "dscale", "dmean", "dvar", "dx", "dresidual"),
 )
+_BITS = {n: 1 << i for i, n in enumerate(_KERNEL_NAMES)}
 _TANGENTS = ("x_dot", "residual_dot", "y_dot", "bias_dot", "scale_dot", "mean_dot", "var_dot")
 _NAMES = (*_KERNEL_NAMES, *_TANGENTS)
 # Of x's shape and dtype. Masks and bits aside, all others have one number per feature, in the arithmetic's dtype.
@@ -83,21 +85,7 @@ _ARRAYS = frozenset(
     ("x", "dy", "y", "residual", "dx", "dresidual", "x_dot", "residual_dot", "y_dot")
 )
 
-
-# ---- binding, by the names of operands and results ----
-
-
-def bind(primitive, given, results, params):
-    """Results by name, of operands by name, of which those that are None are absent."""
-    names = tuple(n for n in _NAMES if given.get(n) is not None)
-    values = primitive.bind(
-        *vary_alike(*(given[n] for n in names)), names=names, results=results, **params
-    )
-    return dict(zip(results, values, strict=True))
-
-
-def only(given, names):
-    return {n: given.get(n) for n in names}
+bind = partial(bind_named, _NAMES)
 
 
 def forward(given, results, params):
@@ -126,7 +114,7 @@ def _result_shape(name, full, axes, groups):
 
 def _reference(formula):
     def reference(*operands, names, results, axes, groups, **params):
-        given = dict(zip(names, operands, strict=True))
+        given = by_name(names, operands)
         out = formula(given, results, axes=axes, groups=groups, **params)
         full = _full({n: a.shape for n, a in given.items()})
         # Bits are those of y, which has the full shape; symbols of their last dimension may be written otherwise.
@@ -292,7 +280,7 @@ def _number(n, dtype):
 
 
 def _abstract(*avals, names, results, axes, groups, **_):
-    given = dict(zip(names, avals, strict=True))
+    given = by_name(names, avals)
     full_shape = _full({n: a.shape for n, a in given.items()})
     arrays = [a for n, a in given.items() if n in _ARRAYS]
     spec = joint_spec(full_shape, [spec_of(a) for a in arrays], [a.shape for a in arrays])
@@ -319,7 +307,7 @@ def _fits(array, *avals, names, axes, groups, **_):
     """Whether the kernels take the call: neighbouring features, simple broadcasts, and the operand `array`."""
     if axes != tuple(range(axes[0], axes[-1] + 1)) or groups > _MAX_GROUPS or array not in names:
         return False
-    given = dict(zip(names, avals, strict=True))
+    given = by_name(names, avals)
     if "mask" in given:
         full = _full({n: a.shape for n, a in given.items()})
         trailing = range(axes[-1] + 1, len(full))
@@ -331,7 +319,7 @@ def _fits(array, *avals, names, axes, groups, **_):
 
 
 def _sharding_rule(devices, operand_shapes, result_shapes, *, names, results, **_):
-    full = _full(dict(zip(names, operand_shapes, strict=True)))
+    full = _full(by_name(names, operand_shapes))
     x, bits, sizes = _bits.factors(devices, full)
     if "bits" not in (*names, *results):  # nothing has the factors that a byte is made of
         x, sizes = (*x[:-1], "c"), {}
@@ -356,7 +344,7 @@ def _sharding_rule(devices, operand_shapes, result_shapes, *, names, results, **
 
 def _partition(primitive, operands, results, /, **params):
     """Arrays stay where they are; each device reduces its part, and reductions are summed over the devices."""
-    given = dict(zip(params["names"], operands, strict=True))
+    given = by_name(params["names"], operands)
     full = _full({n: a.shape for n, a in given.items()})
     blocks = Blocks.joint(full, [a for n, a in given.items() if n in _ARRAYS])
 
@@ -419,7 +407,7 @@ def _local(primitive, blocks, shapes, *, names, results, **params):
     params["replicas"] *= shards
 
     def local(*operands):
-        given = dict(zip(names, operands, strict=True))
+        given = by_name(names, operands)
         if torn and "bits" in given:
             given["dy"] = _bits.select_block(blocks, given.pop("bits"), given["dy"])
         wanted = tuple(r for r in results if not (torn and r == "bits"))
@@ -568,7 +556,7 @@ def _linear(primitive, given, results, params):
 
 def _stats_jvp(primals, tangents, *, names, results, **params):
     """Of the statistics on one device, in the derivative of backward."""
-    given = dict(zip(names, primals, strict=True))
+    given = by_name(names, primals)
     out = bind(stats_p, given, results, params)
     sums = {}
     if is_present(tangents[names.index("x")]):
@@ -579,7 +567,7 @@ def _stats_jvp(primals, tangents, *, names, results, **params):
 
 def _fwd_jvp(primals, tangents, *, names, results, **params):
     """By given statistics."""
-    given = dict(zip(names, primals, strict=True))
+    given = by_name(names, primals)
     dots = {n: t for n, t in zip(names, tangents, strict=True) if is_present(t)}
     known = given | named(forward(given, kept_results(params), params))
     terms = {}
@@ -665,7 +653,7 @@ def _batch(primitive, args, dims, *, names, results, axes, groups, **params):
 
 def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **params):
     """Linear in some operands, so that part is the same again; in the others the formula is differentiated."""
-    given = dict(zip(names, primals, strict=True))
+    given = by_name(names, primals)
     dots = {n: t for n, t in zip(names, tangents, strict=True) if is_present(t)}
     out = primitive.bind(*primals, names=names, results=results, **params)
     fixed = only(given, _FIXED)
@@ -676,7 +664,7 @@ def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **pa
     if moving:
 
         def of(*values):
-            now = given | dict(zip(moving, values, strict=True))
+            now = given | by_name(moving, values)
             return reference(*(now[n] for n in names), names=names, results=results, **params)
 
         primals, tangents = [given[n] for n in moving], [dots[n] for n in moving]
@@ -686,7 +674,7 @@ def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **pa
 
 def _transpose(dual, cotangents, *operands, names, results, **params):
     """Binds the transpose, by the names that operands and results have there."""
-    given = dict(zip(names, operands, strict=True))
+    given = by_name(names, operands)
     cts = {_DUAL[r]: ct for r, ct in zip(results, cotangents, strict=True) if is_present(ct)}
     moving = [n for n in names if ad.is_undefined_primal(given[n])]
     fixed = {n: v for n, v in given.items() if n not in moving}
@@ -766,8 +754,8 @@ def _attributes(*extra):
             "groups": np.int64(groups),
             "axis": np.int64(axes[0]),
             "end": np.int64(axes[-1] + 1),
-            "operands": np.int64(sum(1 << _KERNEL_NAMES.index(n) for n in names)),
-            "results": np.int64(sum(1 << _KERNEL_NAMES.index(n) for n in results)),
+            "operands": bits_of(names, _BITS),
+            "results": bits_of(results, _BITS),
             **{n: optional[n] for n in extra},
         }
 

@@ -4,9 +4,11 @@ Notation: s = x, or x + residual rounded to x's dtype; xhat = (s - mean) * rstd 
 rstd = (variance + epsilon)^-1/2 over the elements that `mask` keeps; y = xhat * (scale + scale_offset) + bias.
 Three primitives:
 
-  norm_fwd   x, [residual], [mask], [scale], [bias] -> y, [s], [mean], rstd         nonlinear
-  norm_jvp   s, statistics, tangents -> tangent of y, [tangent of s]                linear in the tangents; a formula
-  norm_bwd   s, dy, statistics, [ds] -> those of dx, dscale, dbias that are needed  its transpose, in one pass
+  norm_fwd   x, [residual], [mask], [scale], [bias] -> y, [sum], [mean], rstd       nonlinear; sum is s
+  norm_jvp   s, statistics, tangents -> y_dot, [sum_dot]                            linear in the tangents; a formula
+  norm_bwd   s, dy, statistics, [dsum] -> those of dx, dscale, dbias that are needed  its transpose, in one pass
+
+In the last two, the operand x is s.
 
 Operands have x's rank. The statistics have size 1 along the normalised axes, scale and bias along all others, and any
 operand may have size 1 where vmap did not map it, which is how mapping over a subset of them costs nothing. The first
@@ -27,10 +29,10 @@ from jaxnorm._primitive.avals import (
     aval_like,
     broadcast_aval,
     collapsed_aval,
-    vary_alike,
 )
-from jaxnorm._primitive.calls import broadcast_fits
+from jaxnorm._primitive.calls import broadcast_fits, row_fits
 from jaxnorm._primitive.define import define_dce, define_formula, define_primitive
+from jaxnorm._primitive.named import bind_named, bits_of, by_name, only
 from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
 from jaxnorm._primitive.rules import (
     NOT_MAPPED,
@@ -40,50 +42,24 @@ from jaxnorm._primitive.rules import (
     mapped_at,
     sum_to,
     total_tangents,
-    zero,
 )
 from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
 
-# Names the operands that a call has, the tangents and the cotangents (ffi/cpu/norm_call.h holds the same numbers).
-X, RESIDUAL, MASK, SCALE, BIAS = 1, 2, 4, 8, 16
-
-# Positions within a row are 32-bit numbers.
-_MAX_COLUMNS = 2**30
-
-
-# ---- operands by name ----
-
-
-def _present(names, bits):
-    return [name for name, bit in names if bits & bit]
-
-
-def _statistics_names(center):
-    return ["mean", "rstd"] if center else ["rstd"]
-
-
-def _fwd_names(operands):
-    optional = (("residual", RESIDUAL), ("mask", MASK), ("scale", SCALE), ("bias", BIAS))
-    return ["x", *_present(optional, operands)]
-
-
-def _jvp_names(center, operands, have):
-    optional = _present((("mask", MASK), ("scale", SCALE)), operands)
-    tangents = _present((("x_dot", X), ("scale_dot", SCALE), ("bias_dot", BIAS)), have)
-    return ["x", *_statistics_names(center), *optional, *tangents]
-
-
-def _bwd_names(center, operands):
-    optional = (("dsum", RESIDUAL), ("mask", MASK), ("scale", SCALE))
-    return ["x", "dy", *_statistics_names(center), *_present(optional, operands)]
-
-
+# Operands, in the order that calls have them.
+_OPERANDS = (
+    *("x", "residual", "dy", "mean", "rstd", "dsum", "mask", "scale", "bias"),
+    *("x_dot", "scale_dot", "bias_dot"),
+)
+# Optional operands of a call, and the gradients that it gives, in attributes (ffi/cpu/norm_call.h).
+_BITS = {"residual": 2, "dsum": 2, "mask": 4, "scale": 8, "bias": 16}
+_GRADIENT_BITS = {"dx": 1, "dscale": 8, "dbias": 16}
 _PARAMETERS = ("scale", "bias", "scale_dot", "bias_dot")
+_PARAMETER_GRADIENTS = ("dscale", "dbias")
+# Operands of norm_jvp are results of its transpose, norm_bwd.
+_DUAL = {"x_dot": "dx", "scale_dot": "dscale", "bias_dot": "dbias"}
 
-
-def _named(names, operands):
-    return dict(zip(names, operands, strict=True))
+bind = partial(bind_named, _OPERANDS)
 
 
 # ---- formulas ----
@@ -152,20 +128,11 @@ def _rounded(s):
 
 
 def _fwd_reference(
-    *operands_,
-    axes,
-    groups,
-    center,
-    epsilon,
-    scale_offset,
-    operands,
-    implementation=None,
-    blocks=None,
+    *operands, names, results, axes, center, epsilon, scale_offset, blocks=None, **_
 ):
-    del groups, implementation
-    given = _named(_fwd_names(operands), operands_)
+    given = by_name(names, operands)
     x, mask, bias = given["x"], given.get("mask"), given.get("bias")
-    s = _rounded(x + given["residual"]) if operands & RESIDUAL else x
+    s = _rounded(x + given["residual"]) if "residual" in given else x
     acc = s.astype(acc_dtype(x.dtype))
     deviation, mean, rstd = _statistics(
         acc, mask, along=Along(axes, blocks), center=center, epsilon=epsilon
@@ -173,14 +140,15 @@ def _fwd_reference(
     y = _scaled(deviation * rstd, given.get("scale"), scale_offset)
     if bias is not None:
         y = y + bias.astype(y.dtype)
-    shape = jnp.broadcast_shapes(*(a.shape for a in operands_))
-    statistics = [rstd] if mean is None else [mean, rstd]
-    stat_shape = tuple(1 if i in axes else n for i, n in enumerate(shape))
-    return [
-        y.astype(x.dtype),
-        *([jnp.broadcast_to(s, shape)] if operands & RESIDUAL else []),
-        *(jnp.broadcast_to(v, stat_shape) for v in statistics),
-    ]
+    shape = jnp.broadcast_shapes(*(a.shape for a in operands))
+    of_row = tuple(1 if i in axes else n for i, n in enumerate(shape))
+    out = {
+        "y": (y.astype(x.dtype), y.shape),
+        "sum": (s, shape),
+        "mean": (mean, of_row),
+        "rstd": (rstd, of_row),
+    }
+    return [jnp.broadcast_to(*out[r]) for r in results]
 
 
 def _parameter_gradient(v, axes, groups):
@@ -190,17 +158,7 @@ def _parameter_gradient(v, axes, groups):
 
 
 def _bwd_reference(
-    *operands_,
-    axes,
-    groups,
-    center,
-    scale_offset,
-    operands,
-    need,
-    parameter_dtype,
-    epsilon=None,
-    implementation=None,
-    blocks=None,
+    *operands, names, results, axes, groups, center, scale_offset, parameter_dtype, blocks=None, **_
 ):
     """The formula of ffi/cpu/norm_call.h.
 
@@ -210,14 +168,13 @@ def _bwd_reference(
 
     since d(mean)/ds_i = keep_i / n and d(rstd)/ds_i = -rstd^2 * keep_i * xhat_i / n. Without centring sum(w) is absent.
     """
-    del epsilon, implementation
-    given = _named(_bwd_names(center, operands), operands_)
+    given = by_name(names, operands)
     dtype = acc_dtype(given["x"].dtype)
     mask, rstd = given.get("mask"), given["rstd"]
     dy = given["dy"].astype(dtype)
     xhat = _normalised(given["x"].astype(dtype), given.get("mean"), rstd)
-    results = []
-    if need & X:
+    out = {}
+    if "dx" in results:
         w = _scaled(dy, given.get("scale"), scale_offset)
         average = _average(mask, Along(axes, blocks))
         if center:
@@ -228,39 +185,26 @@ def _bwd_reference(
         dx = rstd * (w - _masked(drift, mask))
         if "dsum" in given:
             dx = dx + given["dsum"].astype(dtype)
-        results.append(dx.astype(given["x"].dtype))
-    if need & SCALE:
-        results.append(_parameter_gradient(dy * xhat, axes, groups).astype(parameter_dtype))
-    if need & BIAS:
+        out["dx"] = dx.astype(given["x"].dtype)
+    if "dscale" in results:
+        out["dscale"] = _parameter_gradient(dy * xhat, axes, groups).astype(parameter_dtype)
+    if "dbias" in results:
         full = jnp.broadcast_to(dy, jnp.broadcast_shapes(dy.shape, xhat.shape))
-        results.append(_parameter_gradient(full, axes, groups).astype(parameter_dtype))
-    return results
+        out["dbias"] = _parameter_gradient(full, axes, groups).astype(parameter_dtype)
+    return [out[r] for r in results]
 
 
-def _jvp_reference(
-    *operands_,
-    axes,
-    groups,
-    center,
-    scale_offset,
-    operands,
-    have,
-    with_sum,
-    parameter_dtype,
-    epsilon=None,
-    implementation=None,
-):
-    """The tangent of y; `with_sum`, also x_dot, so that the transpose meets both cotangents at once.
+def _jvp_reference(*operands, names, results, axes, center, scale_offset, **_):
+    """The tangent of y; as `sum_dot` also x_dot, so that the transpose meets both cotangents at once.
 
     xhat_dot = rstd * (x_dot - sum(keep * x_dot) / n - xhat * sum(keep * x_dot * xhat) / n).
     """
-    del groups, parameter_dtype, epsilon, implementation
-    given = _named(_jvp_names(center, operands, have), operands_)
+    given = by_name(names, operands)
     dtype = acc_dtype(given["x"].dtype)
     mask, rstd = given.get("mask"), given["rstd"]
     xhat = _normalised(given["x"].astype(dtype), given.get("mean"), rstd)
     terms = []
-    if have & X:
+    if "x_dot" in given:
         x_dot = given["x_dot"].astype(dtype)
         kept = _masked(x_dot, mask)
         average = _average(mask, Along(axes))
@@ -270,51 +214,41 @@ def _jvp_reference(
         else:
             (of_product,) = average(kept * _masked(xhat, mask))
         terms.append(_scaled(rstd * (x_dot - xhat * of_product), given.get("scale"), scale_offset))
-    if have & SCALE:
+    if "scale_dot" in given:
         terms.append(xhat * given["scale_dot"].astype(dtype))
-    if have & BIAS:
+    if "bias_dot" in given:
         terms.append(given["bias_dot"].astype(dtype))
-    shape = jnp.broadcast_shapes(*(a.shape for a in operands_))
-    y_dot = jnp.broadcast_to(sum(terms[1:], terms[0]), shape).astype(given["x"].dtype)
-    return [y_dot, given["x_dot"]] if with_sum else [y_dot]
+    shape = jnp.broadcast_shapes(*(a.shape for a in operands))
+    y_dot = jnp.broadcast_to(add(*terms), shape).astype(given["x"].dtype)
+    return [y_dot if r == "y_dot" else given["x_dot"] for r in results]
 
 
 # ---- shapes and shardings ----
 
 
-def _fwd_abstract(*avals, axes, center, operands, **_):
-    full = broadcast_aval(*avals)
-    statistic = collapsed_aval(full, axes, acc_dtype(full.dtype))
-    return [full] * (2 if operands & RESIDUAL else 1) + [statistic] * (2 if center else 1)
-
-
-def _jvp_abstract(*avals, center, operands, have, with_sum, **_):
-    full = broadcast_aval(*avals)
-    given = _named(_jvp_names(center, operands, have), avals)
-    return [full, aval_like(given["x_dot"])] if with_sum else [full]
-
-
-def _bwd_abstract(*avals, axes, groups, need, parameter_dtype, **_):
+def _abstract(*avals, names, results, axes, groups, parameter_dtype=None, **_):
     full = broadcast_aval(*avals)
     rows = [i for i in range(groups, full.ndim) if i not in axes]
-    parameter = collapsed_aval(full, rows, parameter_dtype)
-    return [full] * bool(need & X) + [parameter] * (bool(need & SCALE) + bool(need & BIAS))
+
+    def result(name):
+        if name in ("mean", "rstd"):
+            return collapsed_aval(full, axes, acc_dtype(full.dtype))
+        if name in _PARAMETER_GRADIENTS:
+            return collapsed_aval(full, rows, parameter_dtype)
+        return aval_like(by_name(names, avals)["x_dot"]) if name == "sum_dot" else full
+
+    return [result(name) for name in results]
 
 
 def _describe(_, *, center, **__):
     return "layer_norm" if center else "rms_norm"
 
 
-def _fits(names, *avals, axes, groups, **_):
-    """Whether the kernels take the shapes: rows of a usable length, contiguous, and simple broadcasts.
-
-    Rows of one element are elementwise arithmetic, which XLA fuses with its neighbours.
-    """
+def _fits(*avals, names, axes, groups, **_):
+    """Whether the kernels take the shapes: rows of a usable length, contiguous, and simple broadcasts."""
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    columns = [shape[i] for i in axes]
-    if axes != tuple(range(len(shape) - len(axes), len(shape))):
-        return False
-    if all(isinstance(n, int) for n in columns) and not 1 < math.prod(columns) < _MAX_COLUMNS:
+    contiguous = axes == tuple(range(len(shape) - len(axes), len(shape)))
+    if not contiguous or not row_fits([shape[i] for i in axes]):
         return False
 
     def parameter_fits(a):
@@ -336,27 +270,26 @@ def _fits(names, *avals, axes, groups, **_):
     return True
 
 
-def _batch(primitive, args, dims, *, names, grouped, axes, groups, **params):
+def _batch(primitive, args, dims, *, names, results, axes, groups, **params):
     """Maps over a row dimension, or over a new group dimension where parameters or their gradients differ."""
-    if grouped:
-        at = 0
-    else:
-        at = min(max(first_mapped(dims), groups), axes[0])
+    mapped = [name for name, d in zip(names, dims, strict=True) if d is not NOT_MAPPED]
+    if "sum_dot" in results and "x_dot" not in mapped:  # sum_dot is x_dot
+        params |= {"names": names, "results": ("y_dot",), "axes": axes, "groups": groups}
+        (y_dot,), at = _batch(primitive, args, dims, **params)
+        return [y_dot, args[names.index("x_dot")]], [*at, NOT_MAPPED]
+    grouped = bool({*_PARAMETERS} & {*mapped} or {*_PARAMETER_GRADIENTS} & {*results})
+    at = 0 if grouped else min(max(first_mapped(dims), groups), axes[0])
     # Kernels know parameters of all groups, or of one that all share.
     whole = [bool(grouped and groups and name in _PARAMETERS) for name in names]
-    results = primitive.bind(
+    values = primitive.bind(
         *mapped_at(at, args, dims, whole),
+        names=names,
+        results=results,
         axes=tuple(a + 1 for a in axes),
         groups=groups + grouped,
         **params,
     )
-    return results, [at] * len(results)
-
-
-def _parameter_mapped(names, dims):
-    return any(
-        d is not NOT_MAPPED for name, d in zip(names, dims, strict=True) if name in _PARAMETERS
-    )
+    return values, [at] * len(results)
 
 
 # ---- norm_fwd ----
@@ -387,20 +320,26 @@ def _of_one_axis(bind, *, axes, **params):
     return call
 
 
-norm_fwd_p = define_primitive(
-    "norm_fwd",
-    abstract=_fwd_abstract,
-    reference=_fwd_reference,
-    attributes=lambda *, axes, groups, center, epsilon, scale_offset, operands, implementation: {
+def _attributes(*, names, axes, groups, center, scale_offset, **_):
+    return {
         "axis": np.int64(axes[0]),
         "groups": np.int64(groups),
         "center": bool(center),
-        "epsilon": np.float64(epsilon),
         "scale_offset": np.float64(scale_offset),
-        "operands": np.int64(operands),
+        "operands": bits_of(names, _BITS),
+    }
+
+
+norm_fwd_p = define_primitive(
+    "norm_fwd",
+    abstract=_abstract,
+    reference=_fwd_reference,
+    attributes=lambda *, epsilon, **params: {
+        **_attributes(**params),
+        "epsilon": np.float64(epsilon),
     },
     describe=_describe,
-    fits=lambda *avals, operands, **params: _fits(_fwd_names(operands), *avals, **params),
+    fits=_fits,
     sharding_rule=broadcast_sharding_rule,
     kernel_form=_of_one_axis,
     partition=broadcast_partition(_fwd_local),
@@ -408,41 +347,35 @@ norm_fwd_p = define_primitive(
 )
 
 
-def _fwd_jvp(primals, tangents, *, operands, epsilon, center, **params):
+def fwd_results(names, center):
+    """Results of norm_fwd for these operands."""
+    of_sum = ("sum",) if "residual" in names else ()
+    statistics = ("mean", "rstd") if center else ("rstd",)
+    return ("y", *of_sum, *statistics)
+
+
+def _fwd_jvp(primals, tangents, *, names, results, **params):
     """Names what backward keeps: names that the user gives to results name other values.
 
     The statistics have no tangents here: they are functions of s, and the rules of norm_jvp and norm_bwd, which alone
     read them, differentiate them as such.
     """
-    names = _fwd_names(operands)
-    given, dots = _named(names, primals), _named(names, tangents)
-    params |= {"epsilon": epsilon, "center": center}
-    y, *rest = norm_fwd_p.bind(*primals, operands=operands, **params)
-    rest = [
-        checkpoint_name(r, "jaxnorm_layer_norm" if center else "jaxnorm_rms_norm") for r in rest
-    ]
-    s, statistics = (rest[0], rest[1:]) if operands & RESIDUAL else (given["x"], rest)
-    s_dot = add(dots["x"], dots.get("residual"))
-    if (
-        s_dot is not None
-    ):  # of one term alone, which may lack a dimension that vmap has given the other
-        s_dot = jnp.broadcast_to(s_dot, s.shape)
-    have = {X: s_dot, SCALE: add(dots.get("scale")), BIAS: add(dots.get("bias"))}
-    y_dot, sum_dot = _tangents(
-        s,
-        statistics,
-        given,
-        have,
-        parameter_dtype=_parameter_dtype(given),
-        with_sum=bool(operands & RESIDUAL),
-        **params,
+    given, dots = by_name(names, primals), by_name(names, tangents)
+    out = bind(norm_fwd_p, given, results, params)
+    kept = "jaxnorm_layer_norm" if params["center"] else "jaxnorm_rms_norm"
+    out = {n: v if n == "y" else checkpoint_name(v, kept) for n, v in out.items()}
+    s = out.get("sum", given["x"])
+    x_dot = add(dots["x"], dots.get("residual"))
+    if x_dot is not None:  # of one term alone, it may lack a dimension that vmap gave the other
+        x_dot = jnp.broadcast_to(x_dot, s.shape)
+    found = _tangents(
+        given | out | {"x": s},
+        {"x_dot": x_dot, "scale_dot": dots.get("scale"), "bias_dot": dots.get("bias")},
+        ("y_dot", "sum_dot") if "sum" in results else ("y_dot",),
+        params | {"parameter_dtype": _parameter_dtype(given)},
     )
-    out_dots = [y_dot, sum_dot] if operands & RESIDUAL else [y_dot]
-    results = [y, *rest]
-    return results, [
-        zero(r) if t is None else t
-        for r, t in zip(results, out_dots + [None] * len(statistics), strict=True)
-    ]
+    values = [out[r] for r in results]
+    return values, total_tangents(values, [found.get(f"{r}_dot") for r in results])
 
 
 def _parameter_dtype(given):
@@ -450,143 +383,110 @@ def _parameter_dtype(given):
     return next((given[name].dtype.name for name in _PARAMETERS if name in given), None)
 
 
-def _tangents(s, statistics, given, have, *, with_sum, implementation, **params):
-    """(tangent of y, tangent of s) by norm_jvp; None for those that are zero.
+# What both linear maps are nonlinear in: s, as x, and its statistics; the mask too, as their derivatives need it.
+_FIXED = ("x", "mean", "rstd", "mask")
+
+
+def _tangents(known, moving, results, params):
+    """Results of norm_jvp by name, without those that are zero.
 
     Args:
-      s: what is normalised.
-      statistics: of it.
-      given: operands by name, of which mask and scale are used.
-      have: tangents of X, SCALE and BIAS, None for zeros.
-      with_sum: whether the tangent of s is wanted, if it is not zero.
-      implementation: for the transpose.
-      **params: the remaining parameters of norm_jvp.
+      known: operands by name, of which s, as x, its statistics, mask and scale are used.
+      moving: tangents by name, which may be zeros.
+      results: wanted, if they are not zero.
+      params: the remaining parameters.
     """
-    have = {bit: t for bit, t in have.items() if t is not None}
-    if not have:
-        return None, None
-    with_sum = with_sum and X in have
-    # The scale acts on the tangent of s alone. The mask does too, but the statistics' derivatives need it.
-    named = ((MASK, given.get("mask")), (SCALE, given.get("scale") if X in have else None))
-    optional = {bit: value for bit, value in named if value is not None}
-    y_dot, *sum_dot = norm_jvp_p.bind(
-        *vary_alike(s, *statistics, *optional.values(), *have.values()),
-        operands=sum(optional),
-        have=sum(have),
-        with_sum=with_sum,
-        implementation=implementation,
-        **params,
-    )
-    return y_dot, sum_dot[0] if with_sum else None
-
-
-def _fwd_batch(args, dims, *, operands, **params):
-    names = _fwd_names(operands)
-    return _batch(
-        norm_fwd_p,
-        args,
-        dims,
-        names=names,
-        grouped=_parameter_mapped(names, dims),
-        operands=operands,
-        **params,
-    )
+    moving = {n: t for n, t in moving.items() if is_present(t)}
+    if not moving:
+        return {}
+    fixed = _FIXED
+    if "x_dot" in moving:  # the scale acts on that tangent alone
+        fixed = (*fixed, "scale")
+    else:
+        results = tuple(r for r in results if r != "sum_dot")
+    return bind(norm_jvp_p, only(known, fixed) | moving, results, params)
 
 
 ad.primitive_jvps[norm_fwd_p] = _fwd_jvp
-batching.primitive_batchers[norm_fwd_p] = _fwd_batch
+batching.primitive_batchers[norm_fwd_p] = partial(_batch, norm_fwd_p)
 
 # ---- norm_jvp and norm_bwd: transposes of each other ----
 
-norm_jvp_p = define_formula("norm_jvp", abstract=_jvp_abstract, formula=_jvp_reference)
+norm_jvp_p = define_formula("norm_jvp", abstract=_abstract, formula=_jvp_reference)
 
 
-def _bwd_local(blocks, shapes, *, axes, groups, parameter_dtype, **params):
+def _bwd_local(blocks, shapes, *, results, axes, groups, parameter_dtype, **params):
     rows = tuple(i for i in range(groups, len(blocks.shape)) if i not in axes)
-    sums_rows = bool(params["need"] & (SCALE | BIAS)) and bool(blocks.cut(rows))
+    sums_rows = bool({*_PARAMETER_GRADIENTS} & {*results}) and bool(blocks.cut(rows))
     if not blocks.cut(axes) and not sums_rows:
         return None
 
     def local(*operands):
         # Sums over the devices' rows are rounded once, so what each of them adds up stays in the arithmetic's dtype.
-        exact = dict(
-            params, axes=axes, groups=groups, parameter_dtype=acc_dtype(operands[0].dtype).name
-        )
+        exact = params | {
+            "results": results,
+            "axes": axes,
+            "groups": groups,
+            "parameter_dtype": acc_dtype(operands[0].dtype).name,
+        }
         if sums_rows:
             operands = [blocks.filled(a, s, rows) for a, s in zip(operands, shapes, strict=True)]
         if blocks.cut(axes):
-            results = _bwd_reference(*operands, **exact, blocks=blocks)
+            values = _bwd_reference(*operands, **exact, blocks=blocks)
         else:
-            results = norm_bwd_p.bind(*operands, **exact)
-        first = bool(params["need"] & X)
-        sums = results[first:]
+            values = norm_bwd_p.bind(*operands, **exact)
+        first = "dx" in results
+        sums = values[first:]
         if sums_rows:
             sums = blocks.psum(jnp.stack(sums), rows)
-        return [*results[:first], *(s.astype(parameter_dtype) for s in sums)]
+        return [*values[:first], *(s.astype(parameter_dtype) for s in sums)]
 
     return local
 
 
 norm_bwd_p = define_primitive(
     "norm_bwd",
-    abstract=_bwd_abstract,
+    abstract=_abstract,
     reference=_bwd_reference,
-    attributes=lambda *, axes, groups, center, scale_offset, operands, need, **_: {
-        "axis": np.int64(axes[0]),
-        "groups": np.int64(groups),
-        "center": bool(center),
-        "scale_offset": np.float64(scale_offset),
-        "operands": np.int64(operands),
-        "need": np.int64(need),
+    attributes=lambda *, results, **params: {
+        **_attributes(**params),
+        "need": bits_of(results, _GRADIENT_BITS),
     },
     describe=_describe,
-    fits=lambda *avals, center, operands, **params: _fits(
-        _bwd_names(center, operands), *avals, **params
-    ),
+    fits=_fits,
     sharding_rule=broadcast_sharding_rule,
     kernel_form=_of_one_axis,
     partition=broadcast_partition(_bwd_local),
     plan=row_plan(_bwd_reference),
-    in_place=lambda *, need, **_: (1, 0) if need & X else None,  # dx for dy
+    in_place=lambda *, results, **_: (1, 0) if "dx" in results else None,  # dx for dy
 )
 
 
-# Operands that only dx takes. So does the mask, but the statistics' derivatives need it.
-_ONLY_FOR_DX = (RESIDUAL, SCALE)
+# Operands that only dx takes.
+_ONLY_FOR_DX = ("dsum", "scale")
 
 
-def _backward(s, statistics, given, dy, dsum, need, **params):
-    """Cotangents of X, SCALE and BIAS, as far as `need` asks, by norm_bwd; None for those that are zero.
+def _backward(known, dy, dsum, results, params):
+    """Results of norm_bwd by name, without those that are zero.
 
     Args:
-      s: what is normalised.
-      statistics: of it.
-      given: operands by name, of which mask and scale are used.
-      dy: cotangent of y, None for zero.
+      known: operands by name, of which s, as x, its statistics, mask and scale are used.
+      dy: cotangent of y, which may be zero.
       dsum: cotangent of s as a result, ditto.
-      need: bits.
-      **params: the remaining parameters of norm_bwd.
+      results: wanted, if they are not zero.
+      params: the remaining parameters.
     """
-    if dy is None:
-        return {X: dsum}
-    named = ((RESIDUAL, dsum), (MASK, given.get("mask")), (SCALE, given.get("scale")))
-    optional = {
-        bit: value
-        for bit, value in named
-        if value is not None and (need & X or bit not in _ONLY_FOR_DX)
-    }
-    results = norm_bwd_p.bind(
-        *vary_alike(s, dy, *statistics, *optional.values()),
-        operands=sum(optional),
-        need=need,
-        **params,
-    )
-    return dict(zip([bit for bit in (X, SCALE, BIAS) if need & bit], results, strict=True))
+    if not is_present(dy):
+        return {"dx": dsum}
+    operands = only(known, (*_FIXED, "scale")) | {"dy": dy, "dsum": dsum}
+    if "dx" not in results:
+        operands = {n: v for n, v in operands.items() if n not in _ONLY_FOR_DX}
+    return bind(norm_bwd_p, operands, results, params)
 
 
 def _derive(formula, names, primals, tangents, params):
     """Tangents of a formula's results as s and scale move, and the statistics with s; None if they do not."""
-    given, dots = _named(names, primals), _named(names, tangents)
+    given, dots = by_name(names, primals), by_name(names, tangents)
     moving = [n for n in ("x", "scale") if is_present(dots.get(n))]
     if not moving:
         return None
@@ -601,121 +501,58 @@ def _derive(formula, names, primals, tangents, params):
             epsilon=params["epsilon"],
         )
         now |= {"rstd": rstd} if mean is None else {"mean": mean, "rstd": rstd}
-        return formula(*(now[n] for n in names), **params)
+        return formula(*(now[n] for n in names), names=names, **params)
 
     return jax.jvp(of, [given[n] for n in moving], [dots[n] for n in moving])[1]
 
 
-def _jvp_jvp(primals, tangents, **params):
+def _jvp_jvp(primals, tangents, *, names, results, **params):
     """Linear in the tangents, so that part is the same again; nonlinear in s, where the formula is differentiated."""
-    names = _jvp_names(params["center"], params["operands"], params["have"])
-    given, dots = _named(names, primals), _named(names, tangents)
-    results = norm_jvp_p.bind(*primals, **params)
-    have = {bit: add(dots.get(n)) for bit, n in _TANGENTS}
-    linear = _tangents(*_fixed(given, params), have, **_without(params, "operands", "have"))
-    nonlinear = _derive(_jvp_reference, names, primals, tangents, params)
-    return results, total_tangents(results, linear[: len(results)], nonlinear)
+    given, dots = by_name(names, primals), by_name(names, tangents)
+    out = norm_jvp_p.bind(*primals, names=names, results=results, **params)
+    linear = _tangents(given, only(dots, _DUAL), results, params)
+    nonlinear = _derive(_jvp_reference, names, primals, tangents, params | {"results": results})
+    return out, total_tangents(out, [linear.get(r) for r in results], nonlinear)
 
 
-def _jvp_transpose(cotangents, *operands, **params):
-    names = _jvp_names(params["center"], params["operands"], params["have"])
-    given = _named(names, operands)
-    moving = {
-        bit: given[n] for bit, n in _TANGENTS if n in given and ad.is_undefined_primal(given[n])
-    }
-    dy = add(cotangents[0])
-    dsum = add(*cotangents[1:]) if X in moving else None
-    results = _backward(
-        *_fixed(given, params),
-        dy,
-        dsum,
-        sum(moving),
-        **_without(params, "operands", "have", "with_sum"),
-    )
-    out = dict.fromkeys(names)
-    for bit, n in _TANGENTS:
-        if bit in moving:
-            out[n] = sum_to(results.get(bit), moving[bit].aval)
-    return list(out.values())
+def _jvp_transpose(cotangents, *operands, names, results, **params):
+    given, cts = by_name(names, operands), by_name(results, cotangents)
+    moving = [n for n in names if ad.is_undefined_primal(given[n])]
+    dsum = cts.get("sum_dot") if "x_dot" in moving else None
+    wanted = tuple(_DUAL[n] for n in moving)
+    found = _backward(given, cts["y_dot"], dsum, wanted, params)
+    return [sum_to(found.get(_DUAL[n]), given[n].aval) if n in moving else None for n in names]
 
 
-def _jvp_batch(args, dims, **params):
-    names = _jvp_names(params["center"], params["operands"], params["have"])
-    grouped = _parameter_mapped(names, dims)
-    if params["with_sum"] and dims[names.index("x_dot")] is NOT_MAPPED:
-        # The second result is the first tangent, and results are mapped together.
-        (y_dot,), at = _batch(
-            norm_jvp_p, args, dims, names=names, grouped=grouped, **params | {"with_sum": False}
-        )
-        return [y_dot, args[names.index("x_dot")]], [*at, NOT_MAPPED]
-    return _batch(norm_jvp_p, args, dims, names=names, grouped=grouped, **params)
+def _bwd_jvp(primals, tangents, *, names, results, **params):
+    given, dots = by_name(names, primals), by_name(names, tangents)
+    out = norm_bwd_p.bind(*primals, names=names, results=results, **params)
+    linear = _backward(given, dots["dy"], dots.get("dsum"), results, params)
+    nonlinear = _derive(_bwd_reference, names, primals, tangents, params | {"results": results})
+    return out, total_tangents(out, [linear.get(r) for r in results], nonlinear)
 
 
-# Tangents of norm_jvp by what they are the tangent of.
-_TANGENTS = ((X, "x_dot"), (SCALE, "scale_dot"), (BIAS, "bias_dot"))
-
-
-def _fixed(given, params):
-    """(s, its statistics, mask and scale by name): what both maps are nonlinear in."""
-    statistics = [given[name] for name in _statistics_names(params["center"])]
-    return given["x"], statistics, {n: given[n] for n in ("mask", "scale") if n in given}
-
-
-def _without(params, *names):
-    return {name: value for name, value in params.items() if name not in names}
-
-
-def _bwd_jvp(primals, tangents, **params):
-    names = _bwd_names(params["center"], params["operands"])
-    given, dots = _named(names, primals), _named(names, tangents)
-    results = norm_bwd_p.bind(*primals, **params)
-    linear = _backward(
-        *_fixed(given, params),
-        add(dots["dy"]),
-        add(dots.get("dsum")),
-        params["need"],
-        **_without(params, "operands", "need"),
-    )
-    linear = [linear.get(bit) for bit in (X, SCALE, BIAS) if params["need"] & bit]
-    nonlinear = _derive(_bwd_reference, names, primals, tangents, params)
-    return results, total_tangents(results, linear, nonlinear)
-
-
-def _bwd_transpose(cotangents, *operands, **params):
-    names = _bwd_names(params["center"], params["operands"])
-    given = _named(names, operands)
-    bits = [bit for bit in (X, SCALE, BIAS) if params["need"] & bit]
-    have = {bit: add(ct) for bit, ct in zip(bits, cotangents, strict=True)}
-    out = dict.fromkeys(names)
-    if ad.is_undefined_primal(given["dy"]):
-        ct, _ = _tangents(
-            *_fixed(given, params), have, with_sum=False, **_without(params, "operands", "need")
-        )
-        out["dy"] = sum_to(ct, given["dy"].aval)
-    if "dsum" in given and ad.is_undefined_primal(given["dsum"]):
-        out["dsum"] = sum_to(have.get(X), given["dsum"].aval)
-    return list(out.values())
-
-
-def _bwd_batch(args, dims, *, need, **params):
-    names = _bwd_names(params["center"], params["operands"])
-    grouped = bool(need & (SCALE | BIAS)) or _parameter_mapped(names, dims)
-    return _batch(norm_bwd_p, args, dims, names=names, grouped=grouped, need=need, **params)
+def _bwd_transpose(cotangents, *operands, names, results, **params):
+    given, cts = by_name(names, operands), by_name(results, cotangents)
+    moving = [n for n in names if ad.is_undefined_primal(given[n])]
+    found = {"dsum": cts.get("dx")}
+    if "dy" in moving:
+        dots = {n: cts.get(dual) for n, dual in _DUAL.items()}
+        found["dy"] = _tangents(given, dots, ("y_dot",), params).get("y_dot")
+    return [sum_to(found[n], given[n].aval) if n in moving else None for n in names]
 
 
 def _bwd_prune(used, params):
-    bits = [bit for bit in (X, SCALE, BIAS) if params["need"] & bit]
-    need = sum(bit for bit, u in zip(bits, used, strict=True) if u)
-    names = _bwd_names(params["center"], params["operands"])
-    dropped = () if need & X else ("dsum", "scale")
-    operands = params["operands"] & (-1 if need & X else ~(RESIDUAL | SCALE))
-    return dict(params, need=need, operands=operands), [n not in dropped for n in names]
+    results = tuple(r for r, u in zip(params["results"], used, strict=True) if u)
+    dropped = () if "dx" in results else _ONLY_FOR_DX
+    names = tuple(n for n in params["names"] if n not in dropped)
+    return params | {"names": names, "results": results}, [n in names for n in params["names"]]
 
 
 ad.primitive_jvps[norm_jvp_p] = _jvp_jvp
 ad.primitive_transposes[norm_jvp_p] = _jvp_transpose
-batching.primitive_batchers[norm_jvp_p] = _jvp_batch
+batching.primitive_batchers[norm_jvp_p] = partial(_batch, norm_jvp_p)
 ad.primitive_jvps[norm_bwd_p] = _bwd_jvp
 ad.primitive_transposes[norm_bwd_p] = _bwd_transpose
-batching.primitive_batchers[norm_bwd_p] = _bwd_batch
+batching.primitive_batchers[norm_bwd_p] = partial(_batch, norm_bwd_p)
 define_dce(norm_bwd_p, _bwd_prune)

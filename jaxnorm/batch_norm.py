@@ -19,12 +19,12 @@ from jaxnorm._batch_norm_primitives import (
     kept_results,
     merge_statistics,
     named,
-    only,
     stats_p,
     tangents_of,
 )
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import vary_alike
+from jaxnorm._primitive.named import only
 
 Axis = int | tuple[int, ...]
 AxisName = Hashable | tuple[Hashable, ...]

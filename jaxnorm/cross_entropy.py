@@ -30,7 +30,7 @@ from jaxnorm import _check
 from jaxnorm._axes import merge_axes
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import broadcast_aval, collapsed_aval, vary_alike
-from jaxnorm._primitive.calls import broadcast_fits
+from jaxnorm._primitive.calls import broadcast_fits, row_fits
 from jaxnorm._primitive.define import define_formula, define_primitive
 from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
 from jaxnorm._primitive.rules import (
@@ -43,9 +43,6 @@ from jaxnorm._primitive.rules import (
 )
 from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
-
-# Positions within a row are 32-bit numbers.
-_MAX_COLUMNS = 2**30
 
 # The CPU kernels' vectors go across rows where the axis is not the last; for fewer the plain formula takes less time.
 _MIN_ROWS_SIDE_BY_SIDE = 32
@@ -280,9 +277,8 @@ def _fits(*avals, axis, platform, **_):
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
     if platform == "cpu" and axis != len(shape) - 1 and not _fits_side_by_side(shape, axis, *avals):
         return False
-    if isinstance(shape[axis], int) and not 1 < shape[axis] < _MAX_COLUMNS:
-        return False
-    return all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
+    simple = all(broadcast_fits(a.shape, shape, (axis,)) for a in avals)
+    return simple and row_fits([shape[axis]])
 
 
 def _fits_side_by_side(shape, axis, x, *rest):

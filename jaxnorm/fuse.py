@@ -31,8 +31,9 @@ from jaxnorm._rows.explain import Kernel
 def fuse(fn: Callable) -> "Fused":
     """Makes one kernel of a function that works row by row, and one of its derivative.
 
-    The reductions of `fn` run along rows, the last axis of its largest array; all else is elementwise. On a GPU the
-    result reads every input once and writes every output once, and its gradient is JAX's own, in one kernel too.
+    The reductions of `fn` run along rows, which are the last axis of its largest array or, if all reductions run along
+    another axis, that one; all else is elementwise. On a GPU the result reads every input once and writes every output
+    once, and its gradient is JAX's own, in one kernel too.
     Elsewhere it is `fn`.
 
     Arguments and results are pytrees of arrays. Python's numbers and keyword arguments are what they are to `jax.jit`;

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxnorm import _check
-from jaxnorm._norm_primitives import BIAS, MASK, RESIDUAL, SCALE, norm_fwd_p
+from jaxnorm._norm_primitives import bind, fwd_results, norm_fwd_p
 from jaxnorm._primitive.arithmetic import acc_dtype
-from jaxnorm._primitive.avals import vary_alike
 
 Axis = int | tuple[int, ...] | None
 
@@ -137,35 +136,33 @@ def _norm(op, x, scale, bias, axis, epsilon, scale_offset, residual, mask, imple
         )
     epsilon = _check.number(op, "epsilon", epsilon)
     scale_offset = _check.number(op, "scale_offset", scale_offset)
-    arrays = {}
+    given = {"x": x}
     if residual is not None:
-        arrays[RESIDUAL] = _check.alike(op, "residual", residual, x)
+        given["residual"] = _check.alike(op, "residual", residual, x)
     if mask is not None:
         mask = _check.bool_array(op, "mask", mask)
         _check.broadcastable(op, "mask", mask.shape, x.shape)
-        arrays[MASK] = jnp.expand_dims(mask, range(x.ndim - mask.ndim))
+        given["mask"] = jnp.expand_dims(mask, range(x.ndim - mask.ndim))
     parameters = {
-        bit: _check.float_array(op, name, value)
-        for bit, name, value in ((SCALE, "scale", scale), (BIAS, "bias", bias))
+        name: _check.float_array(op, name, value)
+        for name, value in (("scale", scale), ("bias", bias))
         if value is not None
     }
-    for bit, name in ((SCALE, "scale"), (BIAS, "bias")):
-        if bit in parameters:
-            _check.shape(op, name, parameters[bit].shape, tuple(x.shape[a] for a in axes))
+    for name, p in parameters.items():
+        _check.shape(op, name, p.shape, tuple(x.shape[a] for a in axes))
     # Kernels take parameters of one dtype, x's or that of the arithmetic.
     if {p.dtype for p in parameters.values()} != {x.dtype}:
-        parameters = {bit: p.astype(acc_dtype(x.dtype)) for bit, p in parameters.items()}
+        parameters = {name: p.astype(acc_dtype(x.dtype)) for name, p in parameters.items()}
     rows = [i for i in range(x.ndim) if i not in axes]
-    arrays |= {bit: jnp.expand_dims(p, rows) for bit, p in parameters.items()}
+    given |= {name: jnp.expand_dims(p, rows) for name, p in parameters.items()}
 
-    y, *rest = norm_fwd_p.bind(
-        *vary_alike(x, *arrays.values()),
-        axes=axes,
-        groups=0,
-        center=center,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        operands=sum(arrays),
-        implementation=implementation,
-    )
-    return y if residual is None else (y, rest[0])
+    params = {
+        "axes": axes,
+        "groups": 0,
+        "center": center,
+        "epsilon": epsilon,
+        "scale_offset": scale_offset,
+        "implementation": implementation,
+    }
+    out = bind(norm_fwd_p, given, fwd_results(given, center), params)
+    return out["y"] if residual is None else (out["y"], out["sum"])

@@ -10,7 +10,6 @@ Operands have x's rank; any of them may have size 1 where the result does not, w
 a subset of the operands, cost nothing.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -24,8 +23,9 @@ from jaxnorm import _check
 from jaxnorm._axes import merge_axes
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import broadcast_aval, vary_alike
-from jaxnorm._primitive.calls import broadcast_fits
+from jaxnorm._primitive.calls import broadcast_fits, row_fits
 from jaxnorm._primitive.define import define_primitive
+from jaxnorm._primitive.named import bits_of, by_name
 from jaxnorm._primitive.partition import broadcast_partition, broadcast_sharding_rule
 from jaxnorm._primitive.rules import (
     add,
@@ -39,15 +39,12 @@ from jaxnorm._primitive.rules import (
 from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
 
-# Which optional operands a call has (ffi/cpu/softmax_call.h holds the same numbers).
-WHERE, SCALE, BIAS = 1, 2, 4
+# Optional operands in the attribute `operands` (ffi/cpu/softmax_call.h).
+_BITS = {"where": 1, "scale": 2, "bias": 4}
 
 # Which linear map softmax_bwd applies (ditto). Softmax's Jacobian is symmetric, log_softmax's is not.
 SOFTMAX, LOG_JVP, LOG_VJP = 0, 1, 2
 _TRANSPOSED = {SOFTMAX: SOFTMAX, LOG_JVP: LOG_VJP, LOG_VJP: LOG_JVP}
-
-# Positions within a row are 32-bit numbers.
-_MAX_COLUMNS = 2**30
 
 Axis = int | tuple[int, ...] | None
 
@@ -147,47 +144,39 @@ def _softmax(op, x, axis, where, scale, bias, implementation, log):
     # NumPy's float64 is a float, but promotes as an array does.
     if isinstance(scale, (int, float)) and not isinstance(scale, (bool, np.generic)):
         factor, scale = float(scale), None
-    arrays = {}
+    given = {"x": x}
     if where is not None:
-        arrays[WHERE] = _check.bool_array(op, "where", where)
+        given["where"] = _check.bool_array(op, "where", where)
     if scale is not None:
-        arrays[SCALE] = _check.float_array(op, "scale", scale)
+        given["scale"] = _check.float_array(op, "scale", scale)
     if bias is not None:
-        arrays[BIAS] = _check.float_array(op, "bias", bias)
-    for bit, name in ((WHERE, "where"), (SCALE, "scale"), (BIAS, "bias")):
-        if bit in arrays:
-            _check.broadcastable(op, name, arrays[bit].shape, x.shape)
+        given["bias"] = _check.float_array(op, "bias", bias)
+    for name, a in given.items():
+        _check.broadcastable(op, name, a.shape, x.shape)
 
     # Kernels take one dtype. Under strict promotion a mixture is refused here, as in jax.numpy.
-    dtype = jnp.result_type(x, *(arrays[bit] for bit in (SCALE, BIAS) if bit in arrays))
-    x = _convert(x, dtype)
-    arrays = {bit: a if bit == WHERE else _convert(a, dtype) for bit, a in arrays.items()}
-    arrays = {bit: jnp.expand_dims(a, range(x.ndim - a.ndim)) for bit, a in arrays.items()}
-    operands = [x, *arrays.values()]
+    dtype = jnp.result_type(*(a for name, a in given.items() if name != "where"))
+
+    def operand(name, a):
+        if name != "where" and a.dtype != dtype:
+            a = a.astype(dtype)
+        return jnp.expand_dims(a, range(x.ndim - a.ndim)) if a.ndim < x.ndim else a
+
+    operands = [operand(name, a) for name, a in given.items()]
     if not axes:  # each element is a row of its own
         operands = [a[..., None] for a in operands]
     (y,) = softmax_fwd_p.bind(
         *vary_alike(*operands),
+        names=tuple(given),
         axes=axes or (x.ndim,),
         factor=factor,
         log=log,
-        operands=sum(arrays),
         implementation=implementation,
     )
     return y if axes else y[..., 0]
 
 
-def _convert(array, dtype):
-    return array if array.dtype == dtype else array.astype(dtype)
-
-
 # ---- formulas ----
-
-
-def _split(optional, operands):
-    """(where, scale, bias) from the optional operands that the bits of `operands` name."""
-    optional = iter(optional)
-    return tuple(next(optional) if operands & bit else None for bit in (WHERE, SCALE, BIAS))
 
 
 def _shifted(x, where, scale, bias, factor, row):
@@ -215,11 +204,13 @@ def _shifted(x, where, scale, bias, factor, row):
     return jnp.where(z == top, top - top, jnp.minimum(z - top, np.zeros((), z.dtype)))
 
 
-def _fwd_reference(x, *optional, axes, factor, log, operands, implementation=None, blocks=None):
+def _fwd_reference(*operands, names, axes, factor, log, implementation=None, blocks=None):
     del implementation
-    where, scale, bias = _split(optional, operands)
+    given = by_name(names, operands)
+    x, where = given["x"], given.get("where")
     row = Along(axes, blocks)
-    shifted = _shifted(x.astype(acc_dtype(x.dtype)), where, scale, bias, factor, row)
+    z = x.astype(acc_dtype(x.dtype))
+    shifted = _shifted(z, where, given.get("scale"), given.get("bias"), factor, row)
     if log:
         y = shifted - jnp.log(row.sum(jnp.exp(shifted)))
         masked = -jnp.inf
@@ -263,15 +254,10 @@ def _describe(_, *, log=None, form=SOFTMAX, **__):
 
 
 def _fits(*avals, axes, **_):
-    """Whether every operand's broadcast pattern has few enough runs of alike dimensions, and rows a usable length.
-
-    Rows of one element are elementwise arithmetic, which XLA fuses with its neighbours.
-    """
+    """Whether the kernels take the shapes: rows of a usable length, simple broadcasts."""
     shape = jnp.broadcast_shapes(*(a.shape for a in avals))
-    sizes = [shape[i] for i in axes]
-    if all(isinstance(n, int) for n in sizes) and not 1 < math.prod(sizes) < _MAX_COLUMNS:
-        return False
-    return all(broadcast_fits(a.shape, shape, axes) for a in avals)
+    simple = all(broadcast_fits(a.shape, shape, axes) for a in avals)
+    return simple and row_fits([shape[i] for i in axes])
 
 
 def _of_one_axis(bind, *, axes, **params):
@@ -307,11 +293,11 @@ softmax_fwd_p = define_primitive(
     "softmax_fwd",
     abstract=_abstract,
     reference=_fwd_reference,
-    attributes=lambda *, axes, factor, log, operands, implementation: {
+    attributes=lambda *, names, axes, factor, log, implementation: {
         "axis": np.int64(axes[0]),
         "factor": np.float64(factor),
         "log": bool(log),
-        "operands": np.int64(operands),
+        "operands": bits_of(names, _BITS),
     },
     describe=_describe,
     fits=_fits,
@@ -322,23 +308,17 @@ softmax_fwd_p = define_primitive(
 )
 
 
-def _fwd_jvp(primals, tangents, *, axes, factor, log, operands, implementation):
+def _fwd_jvp(primals, tangents, *, names, axes, factor, log, implementation):
     """Y' = J(y) z' with z' = factor * (scale * x' + scale' * x) + bias'.
 
     The residual is named here: a name that the user gives to softmax's result names another value, which a checkpoint
     policy could save without saving this one.
     """
-    x, *optional = primals
-    x_dot, *optional_dot = tangents
-    where, scale, _ = _split(optional, operands)
-    _, scale_dot, bias_dot = _split(optional_dot, operands)
+    given, dots = by_name(names, primals), by_name(names, tangents)
+    x, where, scale = given["x"], given.get("where"), given.get("scale")
+    x_dot, scale_dot, bias_dot = dots["x"], dots.get("scale"), dots.get("bias")
     (y,) = softmax_fwd_p.bind(
-        *primals,
-        axes=axes,
-        factor=factor,
-        log=log,
-        operands=operands,
-        implementation=implementation,
+        *primals, names=names, axes=axes, factor=factor, log=log, implementation=implementation
     )
     y = checkpoint_name(y, "jaxnorm_log_softmax" if log else "jaxnorm_softmax")
 

@@ -378,7 +378,8 @@ DEVICE u32 float8_of(float x, int mantissa, int bias, u32 last) {
   const int unit = (a >= smallest ? exponent - 1 : 1 - bias) - mantissa;
   const float steps = rintf(ldexpf(a, -unit));
   if (a >= 1e6f) return sign | last;
-  const u32 code = a >= smallest ? ((u32)(exponent - 1 + bias) << mantissa) + (u32)steps - (1u << mantissa) : (u32)steps;
+  const u32 code =
+      a >= smallest ? ((u32)(exponent - 1 + bias) << mantissa) + (u32)steps - (1u << mantissa) : (u32)steps;
   return sign | (code < last ? code : last);
 }
 DEVICE u32 saturate_float8_e4m3fn(float low, float high) {

@@ -55,6 +55,11 @@ def collectives(program: str) -> list[Instruction]:
 
 
 def custom_calls(program: str) -> list[Instruction]:
-    """Jaxnorm's calls with the arrays they return."""
-    found = re.findall(r'= (\(?[^=]*?) custom-call\(.*custom_call_target="(jaxnorm_\w+)"', program)
-    return [Instruction(target, _arrays(result)) for result, target in found]
+    """Jaxnorm's calls with the arrays they return. The launcher's are named after their operation."""
+    pattern = r'= (\(?[^=]*?) custom-call\(.*custom_call_target="(jaxnorm_\w+)"(.*)'
+    found = []
+    for result, target, rest in re.findall(pattern, program):
+        if target == "jaxnorm_launch" and (operation := re.search(r'operation = "(\w+)"', rest)):
+            target = f"jaxnorm_{operation[1]}"
+        found.append(Instruction(target, _arrays(result)))
+    return found

@@ -12,6 +12,7 @@ from launches import SCALE, call, like, numbers, ranks, reverse, run, scale, sum
 from meshes import GPUS
 
 import jaxnorm
+from jaxnorm import _launch
 from jaxnorm._rows import launcher
 
 pytestmark = pytest.mark.gpu
@@ -226,3 +227,74 @@ def test_two_gpus():
         np.testing.assert_array_equal(reverse(big, 80_000), big[:, ::-1])
         y = jax.device_put(numbers(3, 1000, 64), gpu)
         np.testing.assert_array_equal(sums(y, 1), y.sum(1))
+
+
+FIXED = """
+struct Place { float* to; int count; float value; };
+extern "C" __global__ void fill(const Place place, unsigned long long* tag, unsigned long long own) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < place.count) place.to[i] = place.value;
+  if (i == 0) *tag = own;
+}
+extern "C" __global__ void add(const float* x, float* y, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) y[i] += x[i];
+}
+"""
+
+
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_fixed_launches(cooperative):
+    """A structure with an address inside a buffer, a tag, and a launch that begins early."""
+    fill = _launch.Launch(
+        "fill",
+        (3, 1, 1),
+        (128, 1, 1),
+        (
+            _launch.packed(_launch.Pointer(1, 64 * 4), ("i", 320), ("f", 2.5)),
+            (_launch.pointer(2),),
+            (_launch.TAG,),
+        ),
+        shared_bytes=50_000,
+        cooperative=cooperative,
+    )
+    add = _launch.Launch(
+        "add",
+        (6, 1, 1),
+        (64, 1, 1),
+        ((_launch.pointer(0, 64 * 4),), (_launch.pointer(1, 64 * 4),), (_launch.number(320),)),
+        early=True,
+    )
+    x = numbers(384)
+    attributes = _launch.attributes("pair", FIXED, [fill, add], (4 * 384, 4 * 384, 16))
+    results = (like(x), jax.ShapeDtypeStruct((4,), jnp.uint32))
+    f = jax.jit(lambda x: jax.ffi.ffi_call(_launch.TARGET, results)(x, **attributes))
+    tags = set()
+    for _ in range(3):
+        y, tag = f(x)
+        np.testing.assert_array_equal(y[64:], x[64:] + 2.5)
+        low, high = np.asarray(tag)[:2].tolist()
+        assert low % 2**16 == 0
+        tags.add((low, high))
+    assert len(tags) == 3
+    wrong = _launch.attributes("pair", FIXED, [fill, add], (4 * 384, 4 * 385, 16))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="buffer 1 has 1536 bytes, its plan is for"
+    ):
+        jax.block_until_ready(jax.ffi.ffi_call(_launch.TARGET, results)(x, **wrong))
+
+
+def test_more_blocks_than_run_at_once():
+    gpu = launcher.gpus()[0]
+    blocks = gpu.multiprocessors + 1
+    alone = _launch.Launch(
+        "row_program", (blocks, 1, 1), (64, 1, 1), (), gpu.shared_bytes, cooperative=True
+    )
+    source = 'extern "C" __global__ void row_program() {}'
+    attributes = _launch.attributes("many", source, [alone])
+    x = numbers(4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{blocks} blocks must run at once"):
+        jax.ffi.ffi_call(_launch.TARGET, like(x))(x, **attributes)

@@ -492,12 +492,13 @@ def test_kernels_of_jaxnorm_in_a_fused_function(name):
 X = np.ones((8, 16), np.float32)
 OVER_ROWS = "is over rows; rows share nothing but their parameters' gradients"
 REFUSED = {
-    "sum over rows": (lambda x: x.sum(0), [X], "`reduce_sum` at .*" + OVER_ROWS),
-    "mean over rows": (lambda x: x - x.mean(0), [X], "`reduce_sum` at .*" + OVER_ROWS),
-    "quotient by a sum over rows": (lambda x: x / x.sum(0), [X], OVER_ROWS),
+    "sum over rows": (lambda x: (x.sum(0), x.sum(1)), [X], "`reduce_sum` at .*" + OVER_ROWS),
+    "mean over rows": (lambda x: jax.nn.softmax(x) - x.mean(0), [X], "`reduce_sum` at .*" + OVER_ROWS),
+    "quotient by a sum over rows": (lambda x: (x - x.mean(1, keepdims=True)) / x.sum(0), [X], OVER_ROWS),
     "sum of all": (lambda x: x * x.sum(), [X], OVER_ROWS),
-    "maximum over rows": (lambda x: x.max(0), [X], "`reduce_max` at .*" + OVER_ROWS),
-    "argmax over rows": (lambda x: x.argmax(0), [X], OVER_ROWS),
+    "maximum over rows": (lambda x: (x.max(0), x.max(1)), [X], "`reduce_max` at .*" + OVER_ROWS),
+    "argmax over rows": (lambda x: (x.argmax(0), x.argmax(1)), [X], OVER_ROWS),
+    "two axes": (lambda x: jax.nn.softmax(x, (0, 1)), [X], "`reduce_max` at .*" + OVER_ROWS),
     "matrix product": (lambda x, w: x @ w, [X, X.T.copy()], "`dot_general` at .* is a matrix product"),
     "loop": (lambda x: lax.fori_loop(0, 3, lambda _, x: x * 2, x), [X], "`scan` at .* is control flow"),
     "sort": (jnp.sort, [X], "runs along the row step by step"),
@@ -532,7 +533,7 @@ def test_gradients_may_be_sums_over_rows():
 
 
 def test_a_sum_over_rows_is_not_read_by_rows():
-    mixed = jax.make_jaxpr(lambda x: x / x.sum(0))(X)
+    mixed = jax.make_jaxpr(lambda x: x / x.sum(0) - x.max(1, keepdims=True))(X)
     with pytest.raises(NotARowProgram, match="mixes a sum over rows"):
         program_of(mixed)
 

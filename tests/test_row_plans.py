@@ -38,7 +38,7 @@ KERNELS = [
 #   block     threads x blocks for which a multiprocessor has registers
 #   source    where the row is between the phases; the stages of a ring
 #   kept      values in registers from phase to phase
-#   the rest  persistent blocks, column operands hoisted out of the loop over rows, shifted slots
+#   the rest  persistent blocks, column operands hoisted out of the loop over rows, shifted slots, threads side by side
 PLANS = """
 program, direction                       row columns tile block   source    kept
 rms_norm forward                         128 4x8        1 128x8   registers    0
@@ -78,6 +78,18 @@ dropout_residual_layer_norm forward      256 2x8        1 256x4   registers    1
 dropout_residual_layer_norm backward     256 2x8        1 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_4095 forward             128 16x2       1 128x8   registers    0 shifted
 layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       2 persistent hoist shifted
+channel_softmax forward                 2*32 16x1      32 256x3   registers    0 side 8
+channel_softmax backward                4*32 8x1       32 256x3   registers    0 side 8
+channel_softmax_64 forward                 4 16x1     128 128x6   registers    0 side 8
+channel_softmax_64 backward                8 8x1       64 128x6   registers    0 side 16
+channel_softmax_8192 forward            8*32 32x1      32 256x2   registers    0 side 8
+channel_softmax_8192 backward           8*64 16x1      32 512x1   registers    0 side 8
+channel_layer_norm forward                12 16x1      64 192x4   registers    0 side 16
+channel_layer_norm backward               24 8x1       32 192x3   registers    0 persistent side 8
+pixel_cross_entropy forward                1 21x1     512 128x5   registers    0 side 32
+pixel_cross_entropy backward               1 21x1     512 128x5   registers    0 side 32
+pixel_cross_entropy_150 forward           10 15x1      64 160x5   registers    0 side 16
+pixel_cross_entropy_150 backward          10 15x1      64 160x5   registers    0 side 16
 gated_rms_norm_64 forward                  8 1x8       32 256x2   registers    1
 gated_rms_norm_64 backward                 8 1x8       64 256x1   ring 2       1 persistent hoist
 gated_rms_norm_128 forward                 8 2x8       32 256x2   registers    1
@@ -185,6 +197,7 @@ def line(name, direction, plan):
     columns = f"{plan.slots}x{plan.vector}" + (f"*{plan.rounds}" if plan.rounds > 1 else "")
     source = f"{plan.source} {plan.stages}" if plan.source == "ring" else plan.source
     flags = [flag for flag in ("persistent", "hoist", "shifted") if getattr(plan, flag)]
+    flags += [f"side {plan.side}"] if plan.side else []
     cells = (
         f"{name} {direction}".ljust(38),
         row.rjust(5),

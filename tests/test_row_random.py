@@ -588,6 +588,42 @@ def functions_of(program: Random, arrays):
     )
 
 
+# Of rows that lie side by side.
+STRIDED_SCHEDULES = st.fixed_dictionaries(
+    {},
+    optional={
+        "source": st.sampled_from(["registers", "stream"]),
+        "side": st.sampled_from([2, 8, 16, 32]),
+        "lanes": st.sampled_from([1, 4, 16, 32]),
+        "cluster": st.sampled_from([1, 2, 4]),
+        "rows_at_once": st.sampled_from([1, 2, 4]),
+        "slots": st.sampled_from([1, 3]),
+    },
+)
+
+
+def with_columns_at(place, program: Random, function, in_float32, in_float64, arrays):
+    """The same functions of arrays whose columns are not the last axis."""
+    rank = len(program.rows) + 1
+    kinds = ["whole", *(o.kind for o in program.operands)]
+    kinds += ["whole"] * (len(arrays) - len(kinds))
+    moving = [k != "key_of_row" and a.ndim == rank for k, a in zip(kinds, arrays, strict=True)]
+
+    def moved(values, chosen, move, *where):
+        return [move(a, *where) if m else a for a, m in zip(values, chosen, strict=True)]
+
+    def of(f, *args):
+        results = f(*moved(args, moving, jnp.moveaxis, place, -1))
+        return moved(results, [r.ndim == rank for r in results], jnp.moveaxis, -1, place)
+
+    return (
+        functools.partial(of, function),
+        functools.partial(of, in_float32),
+        lambda noise, *args: of(functools.partial(in_float64, noise), *args),
+        [np.ascontiguousarray(a) for a in moved(arrays, moving, np.moveaxis, -1, place)],
+    )
+
+
 def emulated(asked, order, resident, architecture, closed, arrays):
     """Results of a program's kernel, which are the same in every run."""
     hypothesis.note(str(closed))
@@ -634,10 +670,12 @@ def saved(program: Random, arrays, run):
     return [wanted.index(i) for i in split.taken], run(split.backward, [*residuals, *cotangents])
 
 
-def check(program: Random, asked: dict, order: str, resident: int, architecture: int = 90):
+def check(program: Random, asked: dict, order: str, resident: int, architecture=90, place=None):
     """Raises if the kernel's results are further from those in float64 than rounding takes them."""
-    arrays = arrays_of(program)
-    function, in_float32, in_float64, arrays = functions_of(program, arrays)
+    functions = functions_of(program, arrays_of(program))
+    if place is not None:
+        functions = with_columns_at(place, program, *functions)
+    function, in_float32, in_float64, arrays = functions
     try:
         closed = jax.make_jaxpr(function)(*arrays)
     except (TypeError, ValueError) as error:
@@ -727,3 +765,17 @@ SETTINGS = hypothesis.settings(
 )
 def test_random_programs(program, asked, order, resident):
     check(program, asked, order, resident)
+
+
+@SETTINGS
+@hypothesis.given(
+    programs(),
+    st.integers(0, 2),
+    STRIDED_SCHEDULES,
+    st.sampled_from(sorted(row_emulator.ORDERS)),
+    st.sampled_from([7, 1, 3]),
+)
+def test_random_programs_side_by_side(program, place, asked, order, resident):
+    """Columns come before some of the axes that number rows."""
+    hypothesis.assume(program.gradient != "saved")  # what is saved is drawn with the columns last
+    check(program, asked, order, resident, place=place % len(program.rows))

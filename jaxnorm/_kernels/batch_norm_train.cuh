@@ -17,6 +17,50 @@ DEVICE Known LoadKnown(const GroupArrays& arrays, u32 inner, u32 channel) {
           arrays.bias ? arrays.bias.Of<float>(0)[channel] : 0};
 }
 
+// The second look at the block's elements, which writes y and its bits.
+DEVICE void WriteResults(const Resident& block, const ResidentTile& tile, const GroupArrays& arrays, const T* residual,
+                         bool relu) {
+  const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
+  T* const y = arrays.y.Of<T>(0);
+  const auto write = [&](u32 first, u32 end) {
+    ForTurns<2>(first, end, [&](auto at_once, u32 turn) {
+      Cells cells[at_once];
+      [[maybe_unused]] Cells residuals[at_once];
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        if constexpr (TRAIN_RESIDUAL) residuals[k].Load(residual + (block.at + (turn + k) * block.stride));
+        cells[k] = block.Load(0, turn + k);
+      }
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        float values[kCols];
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+          values[j] = (cells[k].GetAcc().v[j] - mean[j]) * factor[j] + bias[j];
+          if constexpr (TRAIN_RESIDUAL) values[j] += residuals[k].GetAcc().v[j];
+        }
+        const u32 at = block.at + (turn + k) * block.stride;
+        const Vec<T, kCols> line = TRAIN_BITS != kNoBits || relu ? RoundRelu<T>(values) : RoundVec<T>(values);
+        cells[k].Set(line);
+        cells[k].Store(y + at);
+        if constexpr (TRAIN_BITS != kNoBits) KeepBits(block, turn + k - first, PositiveBits(line));
+      }
+    });
+  };
+  if constexpr (TRAIN_BITS == kNoBits) {
+    write(0, block.turns);
+  } else {
+    // At once, but for arrays that leave little room beside them.
+#pragma unroll 1
+    for (u32 first = 0; first * block.plan.rows < tile.lines; first += block.plan.kept_turns) {
+      if (first > 0) __syncthreads();
+      write(first, min(first + block.plan.kept_turns, block.turns));
+      __syncthreads();
+      WriteBits(block, tile, first, arrays.bits.Of<u8>(0));
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
     batch_norm_train(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays, u32 inner,
                      float epsilon, int relu) {
@@ -106,44 +150,6 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
         }
       });
   const u64 left_before = threadIdx.x == 0 ? Leave(block) : 0;
-  const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
-  T* const y = arrays.y.Of<T>(0);
-  const auto write = [&](u32 first, u32 end) {
-    ForTurns<2>(first, end, [&](auto at_once, u32 turn) {
-      Cells cells[at_once];
-      [[maybe_unused]] Cells residuals[at_once];
-#pragma unroll
-      for (int k = 0; k < at_once; ++k) {
-        if constexpr (TRAIN_RESIDUAL) residuals[k].Load(residual + (block.at + (turn + k) * block.stride));
-        cells[k] = block.Load(0, turn + k);
-      }
-#pragma unroll
-      for (int k = 0; k < at_once; ++k) {
-        float values[kCols];
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-          values[j] = (cells[k].GetAcc().v[j] - mean[j]) * factor[j] + bias[j];
-          if constexpr (TRAIN_RESIDUAL) values[j] += residuals[k].GetAcc().v[j];
-        }
-        const u32 at = block.at + (turn + k) * block.stride;
-        const Vec<T, kCols> line = TRAIN_BITS != kNoBits || relu ? RoundRelu<T>(values) : RoundVec<T>(values);
-        cells[k].Set(line);
-        cells[k].Store(y + at);
-        if constexpr (TRAIN_BITS != kNoBits) KeepBits(block, turn + k - first, PositiveBits(line));
-      }
-    });
-  };
-  if constexpr (TRAIN_BITS == kNoBits) {
-    write(0, block.turns);
-  } else {
-    // At once, but for arrays that leave little room beside them.
-#pragma unroll 1
-    for (u32 first = 0; first * plan.rows < tile.lines; first += plan.kept_turns) {
-      if (first > 0) __syncthreads();
-      write(first, min(first + plan.kept_turns, block.turns));
-      __syncthreads();
-      WriteBits(block, tile, first, arrays.bits.Of<u8>(0));
-    }
-  }
+  WriteResults(block, tile, arrays, residual, relu);
   ClearAfterLast(block, left_before);
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,18 @@ from jax.core import ShapedArray
 # Dimensions of unlike broadcasting that an operand may have (ffi/cpu/call.h: kMaxBroadcastDims).
 _MAX_BROADCAST_DIMS = 8
 
+_MAX_COLUMNS = 2**30
+
 # ---- what the kernels take ----
+
+
+def row_fits(sizes: Sequence[int]) -> bool:
+    """Whether rows of these dimensions have a length that kernels take, as far as it is known.
+
+    Rows of one element are elementwise arithmetic, which XLA fuses with its neighbours. Positions within a row are
+    32-bit numbers.
+    """
+    return not all(isinstance(n, int) for n in sizes) or 1 < math.prod(sizes) < _MAX_COLUMNS
 
 
 def broadcast_fits(operand, full, axes) -> bool:

@@ -9,6 +9,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from jaxnorm import _launch
 from jaxnorm._primitive.calls import lower_call
+from jaxnorm._primitive.named import by_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ def merged_call(ctx, operands, params, merge, plan):
     Primitives are lowered one by one, and a collective may come between the two calls. So only the second one
     knows that the first one's results came to it as they were.
     """
-    given = dict(zip(params["names"], operands, strict=True))
+    given = by_name(params["names"], operands)
     if not given.keys() >= {*merge.passed} or not merge.fits(*ctx.avals_in, **params):
         return None
     shared = [given[n] for n in merge.shared if n in given]
@@ -56,15 +57,14 @@ def merged_call(ctx, operands, params, merge, plan):
     names = tuple(n for n in params["names"] if n not in merge.passed)
     results = tuple(n for n in merge.order if n in (*merge.passed, *params["results"]))
     both = dict(params, names=names, results=results)
-    avals = dict(zip(params["names"], ctx.avals_in, strict=True))
-    avals |= zip(params["results"], ctx.avals_out, strict=True)
+    avals = by_name(params["names"], ctx.avals_in) | by_name(params["results"], ctx.avals_out)
     avals_in, avals_out = [avals[n] for n in names], [avals[n] for n in results]
     call = plan(merge.both, avals_in, avals_out, **both)
     if call is None:
         return None
     ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
     values = lower_call(ctx, [given[n] for n in names], call)
-    of: dict[str, Any] = dict(zip(results, values, strict=True))
+    of = by_name(results, values)
     for name in merge.passed:
         holder = given[name].owner.operation
         holder.operands[0] = of[name]

@@ -52,10 +52,10 @@ def sum_to(value, aval):
     """The transpose of broadcasting an array of `aval`: the sum over what is broadcast, where that array lives.
 
     Args:
-      value: the cotangent of the broadcast array; None where that is zero.
+      value: the cotangent of the broadcast array.
       aval: the abstract value of the array.
     """
-    if value is None:
+    if not is_present(value):
         return ad.Zero(aval)
     broadcast = [i for i, n in enumerate(aval.shape) if n != value.shape[i]]
     value = jnp.sum(value, broadcast, keepdims=True) if broadcast else value

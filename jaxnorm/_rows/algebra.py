@@ -9,18 +9,20 @@ from jaxnorm._rows.rules import Program
 # Rows of so many bytes and more are read once where a maximum and a sum of exponentials can be one pass. In shorter
 # rows, which stay on chip, the second exponential costs more than the second reduction.
 ONE_PASS_BYTES = 40 * 1024
+# The same of rows that lie side by side: fewer bytes of a row stay on chip, because many rows are there at once.
+ONE_PASS_SIDE_BY_SIDE = 32 * 1024
 # In rows of fewer columns, functions that wait for the maximum of their arguments cost more time than they save.
 MAXIMA_FIRST_COLUMNS = 2048
 
 
 def simplify(program: Program) -> Program:
     """The program that schedules are made for."""
-    if program.width >= MAXIMA_FIRST_COLUMNS:
+    if program.width >= MAXIMA_FIRST_COLUMNS or program.neighbours != 1:
         program = _maxima_of_arguments(program)
     program = _share_logistic(program)
     wholes = [i for i in program.inputs.values() if i.whole]
     row_bytes = sum(i.panels * program.width * i.dtype.itemsize for i in wholes)
-    if row_bytes > ONE_PASS_BYTES:
+    if row_bytes > (ONE_PASS_BYTES if program.neighbours == 1 else ONE_PASS_SIDE_BY_SIDE):
         program = _one_pass(program)
     return _collect(program)
 

@@ -46,6 +46,7 @@ class Call:
       finish: (blocks along x, blocks along z) of row_program_finish, or ().
       finish_arguments: buffers that row_program_finish takes.
       plan: the schedule, for people. The launcher needs nothing of it.
+      operation: what error messages begin with.
     """
 
     source: str
@@ -62,6 +63,7 @@ class Call:
     finish: tuple[int, ...]
     finish_arguments: tuple[int, ...]
     plan: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
+    operation: str = "row_program"
 
     @property
     def attributes(self) -> dict:
@@ -93,7 +95,7 @@ class Call:
         tiles = _launch.RowTiles(
             self.rows_per_tile, self.blocks, self.chunk_multiple, self.group_dims, self.sizes
         )
-        return _launch.attributes("row_program", self.source, launches, row_tiles=tiles)
+        return _launch.attributes(self.operation, self.source, launches, row_tiles=tiles)
 
 
 def device_here() -> Device:

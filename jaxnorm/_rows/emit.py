@@ -37,10 +37,14 @@ def preamble() -> str:
 
 def emit(program: Program, plan: Plan) -> str:
     """The CUDA text of `row_program` and, where there are sums over rows, `row_program_finish`."""
-    return preamble() + _Emitter(program, plan).text()
+    if plan.side:
+        from jaxnorm._rows.emit_strided import StridedEmitter
+
+        return preamble() + StridedEmitter(program, plan).text()
+    return preamble() + Emitter(program, plan).text()
 
 
-class _Emitter(Sums, Reductions):
+class Emitter(Sums, Reductions):
     """The kernel as a whole: its rows, and its phases."""
 
     def text(self) -> str:
@@ -98,10 +102,7 @@ class _Emitter(Sums, Reductions):
 
     def _begin(self):
         plan, w = self.plan, self.w
-        lanes = plan.lanes if plan.lanes <= 32 and plan.cluster == 1 else plan.threads
-        w(
-            f"const int thread = threadIdx.x, lane = thread % {min(lanes, plan.threads)}, group = thread / {lanes};"
-        )
+        self._places()
         w("const int warp = thread / 32, lane_of_warp = thread % 32;")
         if plan.cluster > 1:
             w(
@@ -138,6 +139,14 @@ class _Emitter(Sums, Reductions):
         self._hoist()
         self._load_ahead("chunk", "0")
 
+    def _places(self):
+        """Declares which of the threads that share a row this one is, and of which group."""
+        plan = self.plan
+        lanes = plan.lanes if plan.lanes <= 32 and plan.cluster == 1 else plan.threads
+        self.w(
+            f"const int thread = threadIdx.x, lane = thread % {min(lanes, plan.threads)}, group = thread / {lanes};"
+        )
+
     def _tile(self):
         plan, w = self.plan, self.w
         whole_stages = plan.source == "ring" and not plan.parts
@@ -152,6 +161,19 @@ class _Emitter(Sums, Reductions):
             self._release_stage("turn")
 
     def _rows_of_a_pass(self):
+        self._row_numbers()
+        done = set(self.done)
+        self._row_pointers()
+        self._row_values(lambda n: n.level == 0, "values of the row")
+        self._load_next_ahead()
+        self._load_rows()
+        for phase in range(self.phases.count):
+            self._phase(phase)
+        self._store_row_results()
+        self.done = done
+
+    def _row_numbers(self):
+        """Declares the numbers of this thread's rows, and whether there are such rows."""
         w = self.w
         for u in self.rows:
             number = self._row_number(u, "tile", "pass")
@@ -162,15 +184,6 @@ class _Emitter(Sums, Reductions):
             w(f"const u32 {self.row('row', u)} = first_row + {number};")
         if self.plan.shifted and not self.alike:
             w(f"const int shift = {self._shift_of('row')};")
-        done = set(self.done)
-        self._row_pointers()
-        self._row_values(lambda n: n.level == 0, "values of the row")
-        self._load_next_ahead()
-        self._load_rows()
-        for phase in range(self.phases.count):
-            self._phase(phase)
-        self._store_row_results()
-        self.done = done
 
     def _phase(self, number):
         plan, w = self.plan, self.w
@@ -193,9 +206,10 @@ class _Emitter(Sums, Reductions):
         for n in reductions:
             for u in self.rows:
                 w(f"{c_type(accumulator(n))} {self._acc(n, u)} = {identity(n)};")
-                if self._packed(n):
-                    lowest = "0xff80ff80u" if self._packed(n) == "bfloat16" else "0xfc00fc00u"
-                    w(f"u32 {self._pair(n, u)} = {lowest};")
+            if self._packed(n):
+                lowest = "0xff80ff80u" if self._packed(n) == "bfloat16" else "0xfc00fc00u"
+                for pair in self._pairs(n):
+                    w(f"u32 {pair} = {lowest};")
         if number == 0:
             for k in sorted(plan.keep):
                 node = next(n for n in self.phases.order if n.number == k)
@@ -236,13 +250,13 @@ class _Emitter(Sums, Reductions):
         needed = {n.attr for n in self.evaluated[number] if n.op == "input"}
         held = [x for x in held if x in needed]
         for load in held:
-            for u in self.rows:
+            for u in self.loaded_rows:
                 w(
                     f"u32 {self.row(self.raw(load), u)}[{plan.slots}][{self._words(self.program.inputs[load[0]])}];"
                 )
         if held:
             with self._over_slots():
-                for u in self.rows:
+                for u in self.loaded_rows:
                     for load in held:
                         self._load(load, u, f"{self.row(self.raw(load), u)}[k]")
         loaded = {*held, *self._held_loads}
@@ -273,7 +287,6 @@ class _Emitter(Sums, Reductions):
 
     def _slots(self, nodes, reductions, last, loaded, keep=True):
         """The loop over slots that computes these nodes and feeds these reductions."""
-        plan, w = self.plan, self.w
         items = sorted(nodes.items(), key=lambda item: self.order[item[0]])
         packed = [n for n in reductions if self._packed(n)]
         fed = [n for n in reductions if not self._packed(n)]
@@ -283,6 +296,13 @@ class _Emitter(Sums, Reductions):
             used_otherwise |= set(self.phases.targets[-1])
         only_packed = {a for n in packed for a in n.args} - used_otherwise
         inputs = [n for n, from_registers in items if n.op == "input" and not from_registers]
+        element = functools.partial(self._element, items, only_packed, fed, last=last, keep=keep)
+        outputs = self.phases.wholes if last else []
+        self._slot(inputs, packed, loaded, outputs, element)
+
+    def _slot(self, inputs, packed, loaded, outputs, element):
+        """The loop over slots: their words, their elements, and what is stored of them."""
+        plan, w = self.plan, self.w
         with self._over_slots():
             shared = [n.attr for n in inputs if n.attr not in loaded and self._shared(n.attr)]
             for load in shared:
@@ -294,18 +314,19 @@ class _Emitter(Sums, Reductions):
                             self._slot_words(n.attr, u, loaded)
                     for n in packed:
                         self._feed_packed(n, u)
-                    outputs = self.phases.wholes if last else []
-                    for o in outputs:
-                        for panel in range(len(o.nodes)):
-                            w(
-                                f"{c_type(compute_dtype(o.dtype))} result{o.number}_{panel}[{plan.vector}];"
-                            )
+                    self._declare_results(outputs, plan.vector)
                     with w.block(f"UNROLL for (int v = 0; v < {plan.vector}; ++v)"):
-                        self._element(items, only_packed, fed, outputs, last, u, keep)
+                        element(outputs, u, "v")
                     for o in outputs:
                         self._store(o, u)
 
-    def _element(self, items, only_packed, fed, outputs, last, u, keep):
+    def _declare_results(self, outputs, count):
+        for o in outputs:
+            for panel in range(len(o.nodes)):
+                self.w(f"{c_type(compute_dtype(o.dtype))} result{o.number}_{panel}[{count}];")
+
+    def _element(self, items, only_packed, fed, outputs, u, place, *, last, keep):
+        """What is computed of an element, whose place among the results of its slot is given."""
         plan, w = self.plan, self.w
         inside = "inside" if plan.shifted else ""
         needs_inside = plan.shifted and (fed or (last and self.phases.row_sums))
@@ -329,16 +350,16 @@ class _Emitter(Sums, Reductions):
             self._add_to_sums(u, inside)
             for o in outputs:
                 for panel, n in enumerate(o.nodes):
-                    w(f"result{o.number}_{panel}[v] = {self.name(n, u)};")
+                    w(f"result{o.number}_{panel}[{place}] = {self.name(n, u)};")
 
     def _element_value(self, n, u) -> str:
         name = functools.partial(self.name, u=u)
         if n.op == "input":
             i = self.program.inputs[n.attr[0]]
             words = f"w{self.raw(n.attr)[1:]}"
-            return (
-                f"(({words}[0] >> v) & 1u) != 0" if i.layout.bits else element(i.dtype, words, "v")
-            )
+            if i.layout.bits:
+                return f"(({words}[0] >> v) & 1u) != 0"
+            return element(i.dtype, words, self._place_in_words(i, u))
         if n.op == "iota":
             return f"({c_type(n.dtype)})(first + v + {n.attr})"
         if n.op == "random":

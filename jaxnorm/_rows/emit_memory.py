@@ -42,6 +42,8 @@ class Base:
         self.sizes = [n if isinstance(n, int) else f"d{k}" for k, n in enumerate(program.row_sizes)]
         self.evaluated = self.phases.evaluated(plan.keep)
         self.rows = range(plan.rows_at_once)
+        #: rows for which a slot is loaded: each, or the first one with its neighbours
+        self.loaded_rows = self.rows
         self.wholes = [program.inputs[n] for n in self.phases.inputs(whole=True)]
         self.columns = [program.inputs[n] for n in self.phases.inputs(whole=False)]
         self.staged = staged_inputs(program, self.phases) if plan.source == "ring" else []
@@ -210,11 +212,12 @@ class Memory(Base):
                     self.w(f"load<{size}>(next_{self.name(n, u)}, in{i.number} + ({at}) * {size});")
 
     def _random(self, n, u, row, column, name) -> str:
-        strides, offset = n.attr
+        strides, offset, step = n.attr
         bits = 64 if n.dtype.itemsize == 8 else 32
         keys = ", ".join(name(a, u) for a in n.args)
         base = addresses(self.program, Strides(strides), row)
-        return f"random_bits{bits}({keys}, {base} + (u64)({column} + {offset}))"
+        place = column if step == 1 else f"(u64)({column}) * {step}"
+        return f"random_bits{bits}({keys}, {base} + (u64)({place} + {offset}))"
 
     def _ring(self):
         plan, w = self.plan, self.w
@@ -445,6 +448,10 @@ class Memory(Base):
             end = f"{one_by_one}first, 1, {width})"
             w(f"if (missing) {end}; else {load}" if plan.shifted else load)
 
+    def _place_in_words(self, i: Input, u) -> str:
+        """Where a slot's words have the element of the loop."""
+        return "v"
+
     def _words(self, i: Input) -> int:
         return 1 if i.layout.bits else max(1, self.plan.vector * i.dtype.itemsize // 4)
 
@@ -463,12 +470,12 @@ class Memory(Base):
         if not self._held_loads:
             return
         for load in self._held_loads:
-            for u in self.rows:
+            for u in self.loaded_rows:
                 w(
                     f"u32 {self.row(self.raw(load), u)}[{plan.slots}][{self._words(self.program.inputs[load[0]])}];"
                 )
         with self._over_slots():
-            for u in self.rows:
+            for u in self.loaded_rows:
                 for load in self._held_loads:
                     self._load(load, u, f"{self.row(self.raw(load), u)}[k]")
 
@@ -564,7 +571,7 @@ class Memory(Base):
 
     def _forget_loaded(self, loaded):
         for load in sorted(loaded):
-            for u in self.rows:
+            for u in self.loaded_rows:
                 name, words = self.row(self.raw(load), u), self._words(self.program.inputs[load[0]])
                 loops = f"UNROLL for (int k = 0; k < {self.plan.slots}; ++k) UNROLL for (int j = 0; j < {words}; ++j)"
                 self.w(f"{loops} forget({name}[k][j]);")
@@ -602,16 +609,22 @@ class Memory(Base):
                 w(store)
 
     def _store_row_results(self):
-        w = self.w
         self._row_values(lambda n: True, "values of the row, from its reductions")
         for o in self.program.outputs:
             if o.after or o.layout.columns is not None:
                 continue
-            size = o.dtype.itemsize
-            for u in self.rows:
-                extra = ["lane == 0", *(["rank == 0"] if self.plan.cluster > 1 else [])]
-                with w.block(f"if ({self._condition(o, u, extra)})"):
-                    words = ", ".join(words_of(o.dtype, [self.name(o.nodes[0], u)]))
-                    w(f"const u32 words[{max(1, size // 4)}] = {{{words}}};")
-                    offset = addresses(self.program, o.layout, self.row("row", u))
-                    w(f"store<{size}>(out{o.number} + ({offset}) * {size}, words);")
+            self._store_row_result(o)
+
+    def _store_row_result(self, o: Output):
+        for u in self.rows:
+            self._store_numbers(o, [u])
+
+    def _store_numbers(self, o: Output, rows):
+        """Stores the numbers of rows that follow each other in memory."""
+        w, size = self.w, len(rows) * o.dtype.itemsize
+        extra = ["lane == 0", *(["rank == 0"] if self.plan.cluster > 1 else [])]
+        with w.block(f"if ({self._condition(o, rows[0], extra)})"):
+            words = ", ".join(words_of(o.dtype, [self.name(o.nodes[0], u) for u in rows]))
+            w(f"const u32 words[{max(1, size // 4)}] = {{{words}}};")
+            offset = addresses(self.program, o.layout, self.row("row", rows[0]))
+            w(f"store<{size}>(out{o.number} + ({offset}) * {o.dtype.itemsize}, words);")

@@ -21,6 +21,10 @@ class Reductions(Memory):
     def _pair(self, n, u) -> str:
         return self.row(f"pair_{n.number}", u)
 
+    def _pairs(self, n) -> list[str]:
+        """The words whose halves a maximum compares at once."""
+        return [self._pair(n, u) for u in self.rows]
+
     def _local(self, n, u) -> str:
         return self.row(f"local_max_{n.number}", u)
 
@@ -80,8 +84,8 @@ class Reductions(Memory):
                 for u in self.rows:
                     w(f"{self._acc(n, u)} = {self._maximum(n, u)};")
         self._exchange_lanes(reductions, maxima, min(plan.lanes, 32))
-        partials = max(1, plan.lanes // 32) * plan.cluster
-        if partials > 1 or plan.cluster > 1:
+        partials = plan.warps * plan.cluster
+        if partials > 1:
             self._exchange_warps(number, reductions, maxima, partials)
         for n in reductions:
             self.done.add(n)
@@ -109,9 +113,12 @@ class Reductions(Memory):
         if others:
             self._butterfly(others, lanes)
 
+    def _distances(self, lanes) -> str:
+        return f"{lanes // 2}; distance"
+
     def _butterfly(self, reductions, lanes):
         w = self.w
-        with w.block(f"UNROLL for (int distance = {lanes // 2}; distance; distance /= 2)"):
+        with w.block(f"UNROLL for (int distance = {self._distances(lanes)}; distance /= 2)"):
             for n in reductions:
                 for u in self.rows:
                     part = self._acc(n, u)
@@ -141,7 +148,7 @@ class Reductions(Memory):
         for n in reductions:
             for u in self.rows:
                 places[n, u] = place_end
-                place_end += partials * (2 if accumulator(n).itemsize == 8 else 1)
+                place_end += partials * max(1, plan.side) * _words(n)
         for (n, u), place in places.items():
             self._write_part(
                 n, self._acc(n, u), f"parts_{number} + {place}", f"received + ({which})"
@@ -153,25 +160,27 @@ class Reductions(Memory):
             w(f"barrier_wait(received + ({which}), (exchange_{number} >> 1) & 1);")
         read = functools.partial(self._part, number, places)
         others = [n for n in reductions if n not in maxima and not n.attr[0].endswith("below_max")]
-        if partials <= (4 if maxima else 16):
+        if partials <= (4 if maxima or plan.side else 16):
             self._add_parts_alone(reductions, maxima, others, partials, read)
         else:
             self._add_parts_together(reductions, maxima, others, partials, read)
 
     def _write_part(self, n, value, place, barrier):
-        plan, w = self.plan, self.w
-        wide = accumulator(n).itemsize == 8
-        warps = max(1, plan.lanes // 32)
-        words = (
-            [f"*(u32*)&{value}"] if not wide else [f"((u32*)&{value})[0]", f"((u32*)&{value})[1]"]
-        )
-        for j, word in enumerate(words):
-            at = f"{place} + {2 if wide else 1} * (rank * {warps} + warp) + {j}"
+        plan = self.plan
+        for j, word in enumerate(self._words_of(n, value)):
+            at = f"{place} + {_words(n)} * (rank * {plan.warps} + warp) + {j}"
             if plan.cluster == 1:
-                w(f"if (lane_of_warp == 0) ({at})[0] = {word};")
+                self.w(f"if (lane_of_warp == 0) ({at})[0] = {word};")
             else:
                 sent = f"cluster_send({at}, lane_of_warp, {word}, {barrier});"
-                w(f"if (lane_of_warp < {plan.cluster}) {sent}")
+                self.w(f"if (lane_of_warp < {plan.cluster}) {sent}")
+
+    @staticmethod
+    def _words_of(n, value) -> list[str]:
+        """The 32-bit words of a partial result."""
+        if _words(n) == 1:
+            return [f"*(u32*)&{value}"]
+        return [f"((u32*)&{value})[0]", f"((u32*)&{value})[1]"]
 
     def _part(self, number, places, n, u, q) -> str:
         return f"(({c_type(accumulator(n))}*)(parts_{number} + {places[n, u]}))[{q}]"
@@ -207,14 +216,12 @@ class Reductions(Memory):
 
     def _add_parts_together(self, reductions, maxima, others, partials, read):
         """Each lane adds up every 32nd part, then the lanes exchange."""
-        w = self.w
+        w, some = self.w, self._some_parts(partials)
         for u in self.rows:
             for n in [*maxima, *others]:
                 w(f"{self._acc(n, u)} = {identity(n)};")
                 part = combined(n, self._acc(n, u), read(n, u, "q"))
-                w(
-                    f"for (int q = lane_of_warp; q < {partials}; q += 32) {self._acc(n, u)} = {part};"
-                )
+                w(f"{some} {self._acc(n, u)} = {part};")
         if maxima or others:
             self._butterfly([*maxima, *others], 32)
         for u in self.rows:
@@ -222,13 +229,21 @@ class Reductions(Memory):
                 below = self._below(m, reductions)
                 for n in below:
                     w(f"{self._acc(n, u)} = 0.f;")
-                with w.block(f"for (int q = lane_of_warp; q < {partials}; q += 32)"):
+                with w.block(some):
                     self._add_below(m, below, u, read, "q")
         below = [n for m in maxima for n in self._below(m, reductions)]
         if below:
             self._butterfly(below, 32)
 
+    def _some_parts(self, partials) -> str:
+        return f"for (int q = lane_of_warp; q < {partials}; q += 32)"
+
     def _maxima(self, reductions):
         """Maxima below which other reductions of the phase sum."""
         wanted = {n.attr[1] for n in reductions if n.attr[0].endswith("below_max")}
         return [n for n in reductions if n in wanted]
+
+
+def _words(n) -> int:
+    """How many 32-bit words a partial result of a reduction has."""
+    return accumulator(n).itemsize // 4

@@ -4,7 +4,7 @@ from jaxnorm._rows.emit_memory import Memory
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.expressions import c_type, literal, words_of
 from jaxnorm._rows.graph import Node
-from jaxnorm._rows.rules import Output
+from jaxnorm._rows.rules import Input, Output
 from jaxnorm._rows.text import addresses, product
 
 
@@ -44,47 +44,48 @@ class Sums(Memory):
                     w(f"{when}total_{n.number}[{self._place()}] += {self.name(a, u)};")
 
     def _write_partial_sums(self):
-        plan, w, width = self.plan, self.w, self.program.width
-        sums = self.phases.row_sums
-        if not sums:
+        if not self.phases.row_sums:
             return
-        w("")
-        w("// partial results of sums over rows")
-        for n in sums:
-            t = c_type(n.dtype)
+        self.w("")
+        self.w("// partial results of sums over rows")
+        for n in self.phases.row_sums:
             if n.attr[1]:
-                with w.block():
-                    w(f"{t}* const parts = ({t}*)shared;")
-                    w("__syncthreads();")
-                    total = f"total_{n.number}"
-                    w(
-                        f"UNROLL for (int distance = 16; distance; distance /= 2) "
-                        f"{total} += __shfl_xor_sync(~0u, {total}, distance);"
-                    )
-                    w(f"if (lane_of_warp == 0) parts[warp] = {total};")
-                    w("__syncthreads();")
-                    with w.block("if (thread == 0)"):
-                        w(f"{t} sum = 0;")
-                        w(f"for (int q = 0; q < {plan.threads // 32}; ++q) sum += parts[q];")
-                        w(f"sums{n.number}[blockIdx.x] = sum;")
-            elif self._in_memory:
-                continue
-            elif plan.groups == 1:
-                self._write_total(n, f"sums{n.number}[(u64)member * {width} + first + v]")
-            else:
-                with w.block():
-                    w(f"{t}* const parts = ({t}*)shared;")
-                    w("__syncthreads();")
-                    self._write_total(n, f"parts[group * {width} + first + v]")
-                    w("__syncthreads();")
-                    with w.block(
-                        f"for (int column = thread; column < {width}; column += {plan.threads})"
-                    ):
-                        w(f"{t} sum = 0;")
-                        w(
-                            f"for (int g = 0; g < {plan.groups}; ++g) sum += parts[g * {width} + column];"
-                        )
-                        w(f"sums{n.number}[(u64)member * {width} + column] = sum;")
+                self._write_sum_of_columns(n)
+            elif not self._in_memory:
+                self._write_sums(n)
+
+    def _write_sum_of_columns(self, n):
+        """Of a sum over rows and columns, each block writes one number."""
+        w, t, total = self.w, c_type(n.dtype), f"total_{n.number}"
+        with w.block():
+            w(f"{t}* const parts = ({t}*)shared;")
+            w("__syncthreads();")
+            w(
+                f"UNROLL for (int distance = 16; distance; distance /= 2) "
+                f"{total} += __shfl_xor_sync(~0u, {total}, distance);"
+            )
+            w(f"if (lane_of_warp == 0) parts[warp] = {total};")
+            w("__syncthreads();")
+            with w.block("if (thread == 0)"):
+                w(f"{t} sum = 0;")
+                w(f"for (int q = 0; q < {self.plan.threads // 32}; ++q) sum += parts[q];")
+                w(f"sums{n.number}[blockIdx.x] = sum;")
+
+    def _write_sums(self, n):
+        """Of a sum over rows, each block writes a row."""
+        plan, w, t, width = self.plan, self.w, c_type(n.dtype), self.program.width
+        if plan.groups == 1:
+            self._write_total(n, f"sums{n.number}[(u64)member * {width} + first + v]")
+            return
+        with w.block():
+            w(f"{t}* const parts = ({t}*)shared;")
+            w("__syncthreads();")
+            self._write_total(n, f"parts[group * {width} + first + v]")
+            w("__syncthreads();")
+            with w.block(f"for (int column = thread; column < {width}; column += {plan.threads})"):
+                w(f"{t} sum = 0;")
+                w(f"for (int g = 0; g < {plan.groups}; ++g) sum += parts[g * {width} + column];")
+                w(f"sums{n.number}[(u64)member * {width} + column] = sum;")
 
     def _write_total(self, n, place):
         with self._over_slots(edges=False):
@@ -191,7 +192,7 @@ class Finish:
                 if node.op == "input" and node.column:
                     i = self.program.inputs[node.attr[0]]
                     offset = addresses(self.program, i.layout, "row")
-                    place = f"{offset} + {node.attr[1] * width} + column"
+                    place = f"{offset} + {_column(i, node.attr[1] * width)}"
                     e._load_one(node, i, names[node], place)
                 elif node.op == "iota":
                     w(
@@ -207,7 +208,7 @@ class Finish:
             words = ", ".join(words_of(o.dtype, [name(root)]))
             w(f"const u32 words[{max(1, size // 4)}] = {{{words}}};")
             offset = addresses(self.program, o.layout, "row")
-            column = "" if scalar else f" + {panel * width} + column"
+            column = "" if scalar else f" + {_column(o, panel * width)}"
             w(f"store<{size}>(out{o.number} + ({offset}{column}) * {size}, words);")
 
     def _add_up(self, n, scalar):
@@ -236,6 +237,12 @@ class Finish:
                         f"for (int distance = 16; distance; distance /= 2) "
                         f"{this} += __shfl_xor_sync(~0u, {this}, distance);"
                     )
+
+
+def _column(array: Input | Output, first: int) -> str:
+    """Where an array has a column of the panel that begins there."""
+    step = array.layout.step
+    return f"{first} + column" if step == 1 else f"(u64)({first} + column) * {step}"
 
 
 def _all_nodes(root) -> list[Node]:

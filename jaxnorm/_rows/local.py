@@ -47,6 +47,7 @@ from jaxnorm._sharding import Blocks, Tiled
 _MOVING = {"slice", "split", "concatenate", "pad", "rev"}
 _REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "or", "and")}
 _ARGS = {"argmax", "argmin"}
+_LABELS = {"gather", "scatter-add"}
 _RESHAPING = {"iota", "reshape", "squeeze", "expand_dims"}
 _IDENTITIES = {"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast", "copy", "copy_p"}
 
@@ -140,6 +141,9 @@ def _shared(closed) -> Shared:
         if len(set(flat)) != len(flat):
             raise NotARowProgram(f"an array of shape {shape}", "has an axis twice")
     whole_rows = [_wants_whole_rows(e, dims, column) for e in program.equations]
+    if view.neighbours != 1:
+        # What looks columns up by their numbers does so along the last dimension.
+        whole_rows += [e.primitive in _ARGS | _LABELS for e in program.equations]
     if len(lengths) != 1 or any(whole_rows):
         lengths = {1}
         dims = {
@@ -467,7 +471,7 @@ class _Device:
             of = self._program.of(source)
             axes = [a for i in equation.params["axes"] for a in of[i]]
         elif equation.primitive == "gather":
-            axes = self._program.of(source)[-1]
+            axes = self._program.of(source)[-1] if self._is_part(source) else ()
         else:
             axes = ()
         return self._blocks.cut(sorted(axes))

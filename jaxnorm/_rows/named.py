@@ -1,5 +1,6 @@
 """Operations with a name as row programs: the FFI calls that compute their formulas on GPUs."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxnorm import _launch
 from jaxnorm._primitive.calls import Call
 from jaxnorm._primitive.programs import closed_of, trace_context
+from jaxnorm._rows.call import Call as RowCall
 from jaxnorm._rows.call import device_here
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.primitive import compile_here
@@ -23,18 +25,20 @@ def row_plan(formula: Callable, skipped: tuple[int, ...] = ()) -> Callable[..., 
       skipped: positions of the operands that it does not take.
     """
 
-    def plan(_, operands, __, /, **params):
+    def plan(operation, operands, _, /, **params):
         taken = [a for i, a in enumerate(operands) if i not in skipped]
         kinds = tuple((a.shape, a.dtype) for a in taken)
-        return _planned(
-            formula, skipped, kinds, tuple(params.items()), device_here(), trace_context()
-        )
+        call = _planned(formula, kinds, tuple(params.items()), device_here(), trace_context())
+        if call is None:
+            return None
+        call = dataclasses.replace(call, operation=operation)
+        return Call(_launch.TARGET, call.attributes, call.scratch, skipped)
 
     return plan
 
 
 @functools.lru_cache(maxsize=1024)
-def _planned(formula, skipped, kinds, params, device, _) -> Call | None:
+def _planned(formula, kinds, params, device, _) -> RowCall | None:
     if any(n == 0 for shape, _ in kinds for n in shape if isinstance(n, int)):
         return None
     # Each device computes its own block, wherever the call was traced.
@@ -44,7 +48,6 @@ def _planned(formula, skipped, kinds, params, device, _) -> Call | None:
         )
     assert not constants
     try:
-        found = compile_here(closed, device)
+        return compile_here(closed, device)
     except NotARowProgram:
         return None
-    return Call(_launch.TARGET, found.attributes, found.scratch, skipped)

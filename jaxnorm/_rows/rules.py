@@ -10,7 +10,7 @@ import numpy as np
 from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows.equations import Constant, Equation, NotARowProgram, Value, flatten
 from jaxnorm._rows.graph import BOOL, DOUBLE, FLOAT, INT, UINT, Graph, Node, is_literal
-from jaxnorm._rows.view import Layout, View
+from jaxnorm._rows.view import Layout, View, label_dimension
 
 FLOAT8 = {np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)}
 STORED = {
@@ -75,6 +75,7 @@ class Program:
       row_sizes: of the row dimensions, outermost first.
       sources: where their sizes can be read: see `View.sources`.
       count: number of inputs, used or not.
+      neighbours: rows that lie side by side: see `View.neighbours`.
     """
 
     graph: Graph
@@ -83,6 +84,7 @@ class Program:
     row_sizes: tuple
     sources: tuple
     count: int
+    neighbours: int = 1
 
     @property
     def width(self) -> int:
@@ -119,7 +121,7 @@ class _Builder:
                 dtype = result.aval.dtype
                 if isinstance(dtype, np.dtype) and dtype not in STORED:
                     raise equation.refuse(f"has a result of {dtype}, which kernels do not compute")
-        self.view = View(self.equations)
+        self.view = View(self.equations, row_sums)
         self.row_sums = row_sums
         self._order_rows()
         self.graph = Graph(self.view.width)
@@ -132,6 +134,10 @@ class _Builder:
         for equation in self.equations.equations:
             if equation.primitive == "reduce_sum" and self.row_sums:
                 rows = self._reduced_rows(equation)
+                if rows and not self.view.side_by_side <= rows:
+                    raise equation.refuse(
+                        "is over some of the rows that lie side by side; gradients of what rows share need all of them"
+                    )
                 if rows:
                     kept.add(frozenset(range(len(self.view.row_sizes))) - rows)
         order: list[int] = []
@@ -169,6 +175,7 @@ class _Builder:
             self.view.row_sizes,
             self.view.sources,
             len(self.equations.inputs),
+            self.view.neighbours,
         )
 
     def _check_sums(self, outputs):
@@ -493,14 +500,12 @@ def _split(builder, equation, source):
 def _concatenate(builder, equation, *operands):
     _column_dim(builder, equation, equation.outputs[0], [equation.params["dimension"]], "joins")
     parts = zip(equation.inputs, operands, strict=True)
+    dim = equation.params["dimension"]
     return [
-        node for value, panels in parts for node in builder.lift(panels, _width_of(builder, value))
+        node
+        for value, panels in parts
+        for node in builder.lift(panels, value.aval.shape[dim] // builder.graph.width)
     ]
-
-
-def _width_of(builder, value) -> int:
-    """Panels of a part of a row; one column is a panel where panels are one column wide."""
-    return value.aval.shape[-1] // builder.graph.width if value.aval.shape else 1
 
 
 @_rule("pad")
@@ -512,7 +517,8 @@ def _pad(builder, equation, source, padding):
         return source
     low, high, _ = config[changed[0]]
     width = builder.graph.width
-    inner = builder.lift(source, _width_of(builder, equation.inputs[0]))
+    # One column is a panel where panels are one column wide.
+    inner = builder.lift(source, equation.inputs[0].aval.shape[changed[0]] // width)
     inner = inner[max(0, -low) // width : len(inner) - max(0, -high) // width]
     return [*padding * (max(0, low) // width), *inner, *padding * (max(0, high) // width)]
 
@@ -550,6 +556,9 @@ def _iota(builder, equation):
     if "column" not in kinds:
         return [graph.convert(rows, dtype)]
     columns = [graph.iota(q * graph.width, integer) for q in range(builder.count(value))]
+    step = graph.literal(layout.step // (inner or 1), integer)
+    if not is_literal(step, 1):
+        columns = [graph.node("mul", (c, step), None, integer) for c in columns]
     if not is_literal(rows, 0):
         columns = [graph.node("add", (c, rows), None, integer) for c in columns]
     return [graph.convert(c, dtype) for c in columns]
@@ -641,7 +650,7 @@ def _arg(builder, equation, source):
 
 def _label(builder, equation, indices):
     """The label of a gather or scatter, whose dimension numbers the view has checked."""
-    if builder.view.kinds(equation.inputs[0])[-1] != ["column"]:
+    if builder.view.kinds(equation.inputs[0])[label_dimension(equation)] != ["column"]:
         raise equation.refuse(
             "must take one element of each row: jnp.take_along_axis(x, labels[..., None], axis=-1)"
         )
@@ -728,11 +737,19 @@ def _random_bits(builder, equation, key):
     keys = {k for dim in builder.view.kinds(equation.inputs[0]) for k in dim}
     layout = builder.view.layout(value)
     strides = tuple((k, stride) for k, stride in layout.strides if k not in keys)
+    step = layout.step
     dtype, words = np.dtype(f"uint{width}"), np.dtype(np.uint64 if width == 64 else np.uint32)
     row, column = bool(layout.strides), layout.columns is not None
     return [
         graph.convert(
-            graph.node("random", key, (strides, q * graph.width), words, row=row, column=column),
+            graph.node(
+                "random",
+                key,
+                (strides, q * graph.width * step, step),
+                words,
+                row=row,
+                column=column,
+            ),
             dtype,
         )
         for q in range(builder.count(value))

@@ -91,6 +91,8 @@ class Plan:
       keep: numbers of the nodes whose values stay in registers from phase to phase; others are computed again.
       shifted: whether slots lie on the grid of the vectors in memory instead of beginning with the row: rows whose
         length is no multiple of the vector then still have aligned vectors.
+      side: threads of a warp that have rows next to each other, where rows lie side by side (`schedule_strided`);
+        otherwise 0.
     """
 
     source: str
@@ -109,11 +111,17 @@ class Plan:
     hold_shared: bool
     keep: frozenset
     shifted: bool
+    side: int = 0
 
     @property
     def groups(self) -> int:
         """Groups of lanes in a block, each with rows of its own."""
-        return self.threads // self.lanes if self.lanes <= 32 else 1
+        return self.threads // self.lanes if self.lanes <= 32 or self.side else 1
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block that share a row."""
+        return max(1, self.lanes * max(1, self.side) // 32)
 
     @property
     def parts(self) -> bool:
@@ -138,6 +146,7 @@ class Plan:
         return (
             f"{row} a row, {self.slots} x {self.vector} columns a thread, {self.rows_per_tile} rows a tile, "
             f"{self.threads} threads a block, {self.blocks} blocks a multiprocessor, {held}"
+            f"{f', {self.side} threads side by side' if self.side else ''}"
             f"{', persistent' if self.persistent else ''}{', shifted' if self.shifted else ''}"
         )
 
@@ -271,6 +280,10 @@ class _Scheduler:
         self.shared_rows = any(i.layout.strides for i in self.columns)
 
     def plan(self) -> Plan:
+        if self.program.neighbours != 1:
+            from jaxnorm._rows.schedule_strided import strided_plan
+
+            return strided_plan(self)
         vector, shifted = self._vector()
         count = slots_of(self.program.width, vector, shifted)
         source = self._source(count, count > 128, self._can_ring(vector, shifted))
@@ -757,7 +770,7 @@ def _backwards(phases, number) -> bool:
 def in_row_order(layout, row_sizes) -> bool:
     """Whether an array's rows follow each other in memory, in the order in which they are numbered."""
     stride = layout.columns if layout.columns is not None else 1
-    if layout.rows != tuple(range(len(row_sizes))):
+    if layout.step != 1 or layout.rows != tuple(range(len(row_sizes))):
         return False
     for k, actual in reversed(layout.strides):
         if not (actual == stride):
@@ -866,8 +879,8 @@ class SharedMemory:
 def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     """The stages come first; sums over rows, at the end, use the same place."""
     phases = Phases(program)
-    warps = max(1, plan.lanes // 32)
-    partials = warps * plan.cluster if plan.lanes > 32 or plan.cluster > 1 else 0
+    partials = plan.warps * plan.cluster * max(1, plan.side)
+    partials = partials if plan.warps > 1 or plan.cluster > 1 else 0
     most = (
         max((sum(n.dtype.itemsize // 4 or 1 for n in r) for r in phases.reductions), default=0)
         * plan.rows_at_once
@@ -876,7 +889,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     sums = [n for n in phases.row_sums if not n.attr[1]]
     sum_bytes = (
         max((plan.groups * program.width * n.dtype.itemsize for n in sums), default=0)
-        if plan.groups > 1
+        if plan.groups > 1 and not plan.side
         else 0
     )
     stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0

@@ -69,7 +69,7 @@ class Strides:
     """As much of a layout as addresses need."""
 
     def __init__(self, strides):
-        self.strides, self.columns = strides, None
+        self.strides, self.columns, self.step = strides, None, 1
 
     @property
     def rows(self):

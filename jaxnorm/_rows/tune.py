@@ -47,6 +47,7 @@ FIELDS = {
     "hoist": ("", "registers", "shared"),
     "stages": (2, 3, 4),
     "slots": range(1, 17),
+    "side": (1, 2, 4, 8, 16, 32),
 }
 # Elements that a thread works on side by side: the code is unrolled for each.
 ELEMENTS_MAX = 128
@@ -78,6 +79,9 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
     if device.clusters:
         ring = [{"source": "ring", "parts": parts} for parts in FIELDS["parts"]]
         bases += [{**base, "cluster": cluster} for base in ring for cluster in FIELDS["cluster"]]
+    if default.side:
+        _add_strided(default, add)
+        return list(found.values())
     for base in bases:
         plan = add(**base)
         if plan not in found or (base and plan == default):
@@ -104,6 +108,20 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
     return list(found.values())
 
 
+def _add_strided(default: Plan, add: Callable) -> None:
+    """Schedules near one of rows that lie side by side."""
+    for rows in FIELDS["rows_at_once"]:
+        add(rows_at_once=rows)
+    for side in FIELDS["side"][2:]:
+        for threads in (32, 64, 128, 160, 256, 512, 1024):
+            for cluster in FIELDS["cluster"] if threads % side == 0 else ():
+                add(side=side, lanes=threads // side, cluster=cluster)
+    for blocks in {default.blocks + n for n in (-2, -1, 1, 2)} & set(FIELDS["blocks"]):
+        add(blocks=blocks)
+    for slots in (2, 4, 8, 16):
+        add(source="stream", slots=slots)
+
+
 def _near(lanes: int) -> tuple[int, ...]:
     """Half and twice as many threads a row, and half as many again; powers of two within a warp."""
     if lanes <= 32:
@@ -120,13 +138,21 @@ def can_run(program: Program, device: Device, plan: Plan) -> bool:
         and (not plan.parts or plan.stages >= plan.rounds)
         and plan.threads <= THREADS_MAX
         and plan.threads * plan.blocks * 32 <= REGISTERS
-        and (plan.lanes <= 32) == (plan.lanes in (1, 2, 4, 8, 16, 32))
-        and (plan.lanes <= 32 or plan.lanes % 32 == 0)
+        and _lanes_fit(plan)
         and (plan.cluster == 1 or device.clusters)
         and (plan.source != "ring" or device.clusters)
         and plan.slots * plan.vector * plan.rows_at_once <= ELEMENTS_MAX
         and plan.blocks * (shared_bytes(program, plan) + 1024) <= device.shared_bytes + 1024
     )
+
+
+def _lanes_fit(plan: Plan) -> bool:
+    """Whether the threads that share a row are whole warps, or a part of one that halves to single threads."""
+    if plan.side:
+        team = plan.side * plan.lanes
+        alone = team == 32 and plan.cluster == 1
+        return 32 % plan.side == 0 and team % 32 == 0 and (alone or team == plan.threads)
+    return plan.lanes % 32 == 0 or plan.lanes in (1, 2, 4, 8, 16)
 
 
 # ---- what is kept ----

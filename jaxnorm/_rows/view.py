@@ -3,6 +3,9 @@
 No shape is guessed: dimensions are the same where an operation says so. A reshape can split a dimension or join
 several, so that a dimension is a list of *axes*, and two lists are made equal by splitting axes where they differ.
 Slices and concatenations make axes of other lengths that lie along the same row; such axes are one *family*.
+
+Columns are the last axis of the largest array, unless reductions run along another one: columns then have a step in
+memory, and neighbouring rows lie next to each other.
 """
 
 import dataclasses
@@ -13,6 +16,7 @@ from jaxnorm._rows.equations import Constant, Equation, Equations, NotARowProgra
 # A row's pieces are values by themselves: many of them make a kernel long.
 PIECES_MAX = 128
 _CUTTING = ("concatenate", "split", "slice", "pad")
+_MOVING = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy")
 
 
 class Axes:
@@ -93,11 +97,13 @@ class Layout:
       columns: the length of its row; None if the array is constant along it. Of bits, eight to a byte, it is the number
         of bits.
       bits: whether it has eight booleans to a byte.
+      step: elements from one column to the next.
     """
 
     strides: tuple[tuple[int, int], ...]
     columns: int | None
     bits: bool = False
+    step: int = 1
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -112,15 +118,17 @@ class View:
       row_sizes: sizes of the row dimensions, outermost first; symbols where the program was traced with them.
       sources: where each of them can be read: (number of an input, its dimension, divisor), or None.
       width: the greatest common divisor of all row lengths and of all places where rows are cut.
+      neighbours: rows that lie side by side in the largest array, whose columns are not its last axis; otherwise 1.
     """
 
-    def __init__(self, program: Equations):
+    def __init__(self, program: Equations, row_sums: bool = True):
+        """`row_sums` is whether the program may have sums over rows; without, each sum runs along the row."""
         self._axes = Axes()
         self._dims: dict[Value, tuple[list[int], ...]] = {}
         self._packed: dict[Value, int] = {}  # arrays of bits -> the axis that they pack
         self._key_data: set[Value] = set()  # words of random keys, along the last dimension
         self._cuts: list[tuple[int, int, Equation]] = []  # (axis, place, what cuts there)
-        self._program = program
+        self._program, self._row_sums = program, row_sums
         for value in program.inputs:
             self.dims(value)
         for equation in program.equations:
@@ -294,7 +302,8 @@ class View:
         bits = [v for v in ends if v in self._packed]
         ends = [v for v in ends if v in used and v not in special]
         order: list[int] = []
-        self._column, self._whole = None, "none"
+        self._column, self._whole, self.neighbours = None, "none", 1
+        self._side_by_side: list[int] = []
         if ends:
             # The largest array has all rows, in the order in which they lie in memory.
             largest = max(ends, key=lambda v: (_known_size(v.aval.shape), len(v.aval.shape)))
@@ -302,8 +311,11 @@ class View:
             for value in ends:
                 self._join(value, largest)
             order = self._axes.leaves([axis for dim in self.dims(largest) for axis in dim])
-            if largest.aval.shape and not _is_one(largest.aval.shape[-1]):
-                self._column = self._axes.family(order.pop())
+            place = self._place_of_columns(program, order, largest)
+            if place is not None:
+                self._column = self._axes.family(order.pop(place))
+                self.neighbours = self._size_behind(order[place:])
+                self._side_by_side = order[place:]
         elif bits:
             # All that comes in or goes out is bits, and random keys.
             rows = [axis for dim in self.dims(bits[0])[:-1] for axis in dim]
@@ -313,6 +325,67 @@ class View:
         self.row_sizes = tuple(self._axes.sizes[a] for a in order)
         self._set_width(used)
         self.sources = tuple(self._source(program, axis) for axis in order)
+
+    def _place_of_columns(self, program: Equations, order, largest) -> int | None:
+        """Which of the largest array's axes is the columns: the last, or the only one along which something runs."""
+        default = len(order) - 1 if order and not _is_one(largest.aval.shape[-1]) else None
+        families = [self._axes.family(axis) for axis in order]
+        along = {family for e in program.equations for family in self._runs_along(program, e)}
+        # Where nothing must run along an axis, labels' operands are read once if their classes are the columns.
+        along = along or self._compared_with_labels(program)
+        if len(along) != 1 or (default is not None and families[default] in along):
+            return default
+        places = [place for place, family in enumerate(families) if family in along]
+        return places[0] if len(places) == 1 else default
+
+    def _runs_along(self, program: Equations, equation: Equation) -> set[int]:
+        """The family of axes along which an equation runs; none if it can be a sum over rows."""
+        name = equation.primitive
+        if name in ("gather", "scatter-add"):
+            dims = [label_dimension(equation)]
+        elif name.startswith(("reduce_", "arg")) and "axes" in equation.params:
+            dims = equation.params["axes"]
+        else:
+            return set()
+        source = self.dims(equation.inputs[0])
+        axes = self._axes.leaves([axis for i in dims for axis in source[i]])
+        families = {self._axes.family(axis) for axis in axes}
+        if len(axes) != 1:
+            return set()
+        over_rows = name == "reduce_sum" and self._row_sums
+        return families if not over_rows or self._meets(program, equation, *families) else set()
+
+    def _compared_with_labels(self, program: Equations) -> set[int]:
+        """The families of axes whose indices are compared with something, unless there are sums over rows."""
+        if any(e.primitive.startswith("reduce_") for e in program.equations):
+            return set()
+        index: dict = {}  # values that are the index along an axis
+        found = set()
+        for e in program.equations:
+            source = next((index[i] for i in e.inputs if i in index), None)
+            if e.primitive == "iota":
+                index[e.outputs[0]] = self.dims(e.outputs[0])[e.params["dimension"]]
+            elif source is not None and e.primitive == "eq":
+                found |= {self._axes.family(axis) for axis in self._axes.leaves(source)}
+            elif source is not None and e.primitive in _MOVING:
+                index[e.outputs[0]] = source
+        return found
+
+    def _meets(self, program: Equations, equation: Equation, family: int) -> bool:
+        """Whether what an equation computes is used beside elements along a family of axes again."""
+        reached = set(equation.outputs)
+        for e in program.equations:
+            if any(i in reached for i in e.inputs):
+                reached.update(e.outputs)
+        axes = [self._axes.leaves([axis for dim in self.dims(v) for axis in dim]) for v in reached]
+        return any(self._axes.family(axis) == family for found in axes for axis in found)
+
+    def _size_behind(self, axes) -> int:
+        sizes = [self._axes.sizes[axis] for axis in axes]
+        if not all(isinstance(n, int) for n in sizes):
+            reason = f"that lie side by side must be of a known number, which they are not in {self._whole}"
+            raise NotARowProgram("rows", reason)
+        return math.prod(sizes)
 
     def _join(self, value, largest) -> None:
         """An array that no operation relates to the largest one has rows and columns of its sizes, if they fit.
@@ -383,6 +456,11 @@ class View:
         self.row_sizes = tuple(self.row_sizes[k] for k in order)
         self.sources = tuple(self.sources[k] for k in order)
 
+    @property
+    def side_by_side(self) -> set[int]:
+        """The row dimensions behind the columns in the largest array."""
+        return {self._rows.index(axis) for axis in self._side_by_side}
+
     def kinds(self, value) -> tuple[list, ...]:
         """For each dimension, its axes: "column", or the number of a row dimension."""
         return tuple(
@@ -414,10 +492,14 @@ class View:
         )
 
     def layout(self, value) -> Layout:
-        """How an array lies; it must be row-major with its columns last."""
-        strides, columns, stride = [], None, 1
+        """How an array lies; it must be row-major with its columns last, or with the rows that are neighbours last."""
+        strides, columns, stride, step = [], None, 1, 1
         packed = self._packed.get(value)
         dims = self.dims(value)
+        if packed is not None and self.neighbours != 1:
+            raise self._refuse(
+                value, "has bits along its last axis, which is not the row's columns"
+            )
         if packed is not None:
             columns, stride = self._axes.sizes[packed], value.aval.shape[-1]
             dims = dims[:-1]
@@ -428,17 +510,23 @@ class View:
                 kind = self._kind(axis, value)
                 size = self._axes.sizes[axis]
                 if kind == "column":
-                    if columns is not None or not _is_one(stride):
+                    if columns is not None or (self.neighbours == 1 and not _is_one(stride)):
                         raise self._refuse(
                             value,
                             "must have the row's columns as its last axis, which they are in "
                             f"{self._whole}",
                         )
-                    columns = size
+                    columns, step = size, stride
                 else:
+                    if self.neighbours != 1 and kind == len(self._rows) - 1 and stride != 1:
+                        raise self._refuse(
+                            value,
+                            "must have the rows that are neighbours as its last axis, which they are in "
+                            f"{self._whole}",
+                        )
                     strides.append((kind, stride))
                 stride = stride * size
-        return Layout(tuple(reversed(strides)), columns, packed is not None)
+        return Layout(tuple(reversed(strides)), columns, packed is not None, step)
 
     def _source(self, program, axis):
         """The input and dimension whose outermost part this axis is, and the divisor of the dimension's size."""
@@ -452,25 +540,38 @@ class View:
         return None
 
 
+def label_dimension(equation) -> int:
+    """The dimension of its operand along which a gather or scatter looks elements up; the last one if it is not one."""
+    numbers = equation.params["dimension_numbers"]
+    gather = equation.primitive == "gather"
+    looked_up = numbers.start_index_map if gather else numbers.scatter_dims_to_operand_dims
+    return looked_up[0] if len(looked_up) == 1 else len(equation.inputs[0].aval.shape) - 1
+
+
 def check_label(equation):
     """The dimension numbers of a gather or scatter, which must be of one element of each row."""
     numbers = equation.params["dimension_numbers"]
     shape, labels = (v.aval.shape for v in equation.inputs[:2])
-    last = len(shape) - 1
+    column = label_dimension(equation)
+    batching = numbers.operand_batching_dims
     if equation.primitive == "gather":
         looked_up, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
+        of_rows = numbers.start_indices_batching_dims
         one = all(n <= 1 for n in equation.params["slice_sizes"])
     else:
         looked_up, dropped = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+        of_rows = numbers.scatter_indices_batching_dims
         one = True
-    batching = numbers.operand_batching_dims
-    if any(i < last and i not in batching for i in looked_up):
+    last = len(shape) - 1
+    if column != last and not batching:
         raise equation.refuse(
             "looks up rows by their numbers, and rows share nothing. Compute it outside of the fused function; one "
             "element of each row is jnp.take_along_axis(x, labels[..., None], axis=-1)"
         )
-    rest = all(i in batching or _is_one(n) for i, n in enumerate(shape[:-1]))
-    if not (looked_up == dropped == (last,) and one and rest and labels[-2:] == (1, 1)):
+    rest = all(i in batching or _is_one(n) for i, n in enumerate(shape) if i != column)
+    alone = [n for i, n in enumerate(labels) if column == last or i not in of_rows]
+    one_label = labels[-2:] == (1, 1) if column == last else all(map(_is_one, alone))
+    if not (looked_up == dropped == (column,) and one and rest and one_label):
         raise equation.refuse(
             "must take one element of each row: jnp.take_along_axis(x, labels[..., None], axis=-1)"
         )

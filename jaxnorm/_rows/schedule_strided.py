@@ -1,0 +1,222 @@
+"""Schedules for rows that lie side by side: their columns are a step apart in memory.
+
+So are the columns where an axis in the middle is reduced. A thread has `rows_at_once` rows that are neighbours and
+every `lanes`-th of their columns: it loads what a column has of these rows at once. `side` threads of a warp have rows
+next to each other, so that together they read whole pieces of memory. Rows stay in registers. A cluster of blocks
+shares rows that are too long for one block, or that would fill a multiprocessor alone: while some blocks of it load and
+store, others compute.
+"""
+
+import dataclasses
+
+from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.graph import Node
+from jaxnorm._rows.schedule import REGISTERS, REGISTERS_MAX, THREADS_MAX, Plan, shared_bytes
+
+# Rows of a thread, at most: each has values of its own, which take registers and are exchanged one by one.
+ROWS_MAX = 4
+# Bytes that the threads side by side read of a column: whole lines of memory where that leaves blocks small, at least
+# as many as memory gives at once.
+LINE, PIECE, SECTOR = 128, 64, 32
+# Words of rows in a thread's registers: where threads share rows, where each has its own, and at most. Where sums over
+# rows are among them, as many as leave several rows on their way.
+WORDS, WORDS_ALONE, WORDS_SUMS, WORDS_MAX = 32, 44, 48, 64
+# Instructions for an element, in all phases, from which on one value of each element stays in registers too.
+KEPT_INSTRUCTIONS = 30
+THREADS = 256  # of a block, where that is enough
+REGISTERS_OTHER = 26  # for addresses, counters and intermediate results
+
+
+def strided_plan(scheduler) -> Plan:
+    """The plan for a program whose rows lie side by side."""
+    return _Strided(scheduler).plan()
+
+
+def apart(layout, row_sizes, count: int) -> int | None:
+    """Elements between neighbours among `count` rows, from a multiple of it on: 0, 1, or None if that differs."""
+    strides, found, expected = dict(layout.strides), None, 1
+    for k in reversed(range(len(row_sizes))):
+        if count == 1:
+            break
+        size = row_sizes[k]
+        if not isinstance(size, int) or (size % count and count % size):
+            return None
+        step = strides.get(k, 0)
+        distance = min(step, 1)
+        if step not in (0, expected) or found not in (None, distance):
+            return None
+        found, expected, count = distance, expected * size, max(1, count // size)
+    return found or 0
+
+
+def rows_of_a_vector(layout, row_sizes, most: int) -> int:
+    """How many neighbouring rows of an array can be loaded at once, from a multiple of their size on."""
+    while most > 1 and not _is_vector(layout, row_sizes, most):
+        most //= 2
+    return most
+
+
+def _is_vector(layout, row_sizes, count) -> bool:
+    distance = apart(layout, row_sizes, count)
+    if distance != 1:
+        return distance == 0
+    strides, inner = dict(layout.strides), 1
+    steps = [layout.step] if layout.columns is not None else []
+    for k in reversed(range(len(row_sizes))):
+        if inner < count:
+            inner *= row_sizes[k]
+        elif k in strides:
+            steps.append(strides[k])
+    try:
+        return all(step % count == 0 for step in steps)
+    except Exception:  # symbols that cannot be compared
+        return False
+
+
+class _Strided:
+    """The choice of a plan, for one program on one device."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.asked = scheduler, scheduler.asked
+        self.program, self.device, self.phases = (
+            scheduler.program,
+            scheduler.device,
+            scheduler.phases,
+        )
+        sizes = [d.itemsize for d in scheduler.dtypes]
+        self.largest = max(sizes, default=4)
+        self.smallest = min((n for n in sizes if n > 1), default=self.largest)
+        self.rows = self._rows_at_once()
+        loads = {n.attr for n in self.phases.order if n.op == "input" and n.column}
+        inputs = [self.program.inputs[number] for number, _, _ in loads]
+        self.words = sum(max(1, self.rows * i.dtype.itemsize // 4) for i in inputs if i.whole)
+        self.words += sum(n.dtype.itemsize // 4 for n in self.phases.row_sums if not n.attr[1])
+        phases = self.phases.evaluated(frozenset())
+        cost = sum(n.cost for phase in phases for n in phase)
+        self.kept_words = self.rows if len(phases) > 1 and cost > KEPT_INSTRUCTIONS else 0
+
+    def _rows_at_once(self) -> int:
+        wanted = max(1, min(ROWS_MAX, 16 // self.largest))
+        most = self.asked.get("rows_at_once", wanted)
+        arrays = [i for i in self.program.inputs.values() if i.layout.columns is not None]
+        layouts = [a.layout for a in (*arrays, *self.phases.wholes)]
+        return min(
+            [rows_of_a_vector(a, self.program.row_sizes, most) for a in layouts], default=most
+        )
+
+    def _side(self, nbytes: int) -> int:
+        """Threads that together read so many bytes of a column."""
+        return max(1, min(32, nbytes // (self.rows * self.smallest)))
+
+    def plan(self) -> Plan:
+        if self.asked.get("source") == "stream" and not self.phases.row_sums:
+            return self._stream()
+        if "side" in self.asked or "lanes" in self.asked or "cluster" in self.asked:
+            return self._as_asked()
+        for side, lanes, threads, cluster, words in self._shapes():
+            if self._slots(lanes, cluster) * (self.words + self.kept_words) <= words:
+                return self._made(side, lanes, threads, cluster)
+        if self.phases.row_sums:
+            reason = f"of {self.program.width} columns that lie side by side are too long for sums over rows"
+            raise NotARowProgram("rows", reason)
+        return self._stream()
+
+    def _as_asked(self) -> Plan:
+        side, cluster = self.asked.get("side", self._side(PIECE)), self.asked.get("cluster", 1)
+        lanes = self.asked.get("lanes", max(1, THREADS // side))
+        side, threads = self._team(side, lanes)
+        together = cluster > 1 or self.phases.row_sums
+        return self._made(side, lanes, side * lanes if together else threads, cluster)
+
+    @staticmethod
+    def _team(side, lanes) -> tuple[int, int]:
+        """(side, threads) for so many lanes: the threads that share rows are at least a warp."""
+        side = max(side, 32 // lanes)
+        return side, (side * lanes if side * lanes > 32 else 128)
+
+    def _slots(self, lanes, cluster) -> int:
+        return -(-self.program.width // (lanes * cluster))
+
+    def _shapes(self):
+        """(side, lanes, threads, cluster, words of rows that a thread may have), the best one first."""
+        few = WORDS_SUMS if self.phases.row_sums else WORDS
+        few = WORDS_MAX if self.kept_words else few
+        for lanes in (1, 2, 4):
+            if 32 // lanes >= self._side(PIECE) and not self.phases.row_sums:
+                yield 32 // lanes, lanes, 128, 1, WORDS_ALONE
+        width, line, piece = self.program.width, self._side(LINE), self._side(PIECE)
+        for side in dict.fromkeys((line, piece)):
+            sizes = [n for n in range(64, THREADS + 1, 32) if n // side > 1]
+            # Those first in which the fewest threads have a slot less.
+            waste = {n: -(-width // (n // side)) * (n // side) / width for n in sizes}
+            for threads in sorted(
+                sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)
+            ):
+                yield side, threads // side, threads, 1, few
+        if self.phases.count == 1 and not self.phases.row_sums:
+            return  # to read a part of a row at a time costs nothing
+        if self.device.clusters:
+            for cluster in (2, 4, 8):
+                yield piece, THREADS // piece, THREADS, cluster, few
+            for threads in (THREADS, 2 * THREADS):
+                yield piece, threads // piece, threads, 8, WORDS_MAX
+        for side in (piece, self._side(SECTOR)):
+            for threads, words in ((2 * THREADS, WORDS_MAX), (THREADS_MAX, WORDS)):
+                yield side, threads // side, threads, 1, words
+
+    def _stream(self) -> Plan:
+        """Each phase reads rows again, which the L2 cache has if all blocks together have few of them at a time."""
+        side = self.asked.get("side", self._side(SECTOR if self.phases.count > 1 else LINE))
+        lanes = self.asked.get("lanes", max(1, 2 * THREADS // side))
+        side, threads = self._team(side, lanes)
+        slots = self.asked.get("slots", max(1, 16 // max(1, self.words)))
+        slots = max(1, min(slots, -(-self.program.width // lanes)))
+        rounds = -(-self.program.width // (lanes * slots))
+        return self._made(side, lanes, threads, 1, slots, rounds, "stream")
+
+    def _made(
+        self, side, lanes, threads, cluster, slots=None, rounds=1, source="registers"
+    ) -> Plan:
+        if slots is None:
+            slots = self._slots(lanes, cluster)
+        plan = Plan(
+            source=source,
+            vector=1,
+            lanes=lanes,
+            slots=slots,
+            rounds=rounds,
+            threads=threads,
+            cluster=cluster,
+            rows_at_once=self.rows,
+            passes=1,
+            stages=0,
+            blocks=1,
+            persistent=bool(self.phases.row_sums),
+            hoist="",
+            hold_shared=False,
+            keep=frozenset(),
+            shifted=False,
+            side=side,
+        )
+        blocks = self.asked.get("blocks") or self._blocks(plan)
+        return self.scheduler.kept(dataclasses.replace(plan, blocks=blocks))[1]
+
+    def _blocks(self, plan) -> int:
+        """As many as there are registers for."""
+        registers = min(REGISTERS_MAX, -(-self._registers(plan) // 8) * 8)
+        shared = shared_bytes(self.program, plan) + 1024
+        most = min(32, 2048 // plan.threads, (self.device.shared_bytes + 1024) // shared)
+        return max(1, min(most, REGISTERS // (registers * plan.threads)))
+
+    def _registers(self, plan) -> int:
+        """About how many a thread needs."""
+        of_rows = 0
+        for number, nodes in enumerate(self.phases.evaluated(frozenset())):
+            values: set[Node] = {
+                a for n in nodes for a in n.args if a.row and not a.column and a.op != "literal"
+            }
+            of_rows = max(of_rows, len(values) + len(self.phases.reductions[number]))
+        held = 0 if plan.source == "stream" else self.kept_words
+        return (
+            REGISTERS_OTHER + plan.slots * (self.words + held) + plan.rows_at_once * (of_rows + 2)
+        )

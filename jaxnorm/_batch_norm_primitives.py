@@ -739,6 +739,8 @@ def _plan(
         relu=relu,
         partials=partials,
     )
+    if made is None:
+        return None
     scratch = [] if made.scratch is None else [(made.scratch,)]
     return Call(_launch.TARGET, made.attributes, scratch)
 

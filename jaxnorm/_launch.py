@@ -62,7 +62,8 @@ class Launch:
       arguments: of the kernel, in order.
       shared_bytes: of a block's dynamic shared memory.
       cluster: blocks of a cluster along x; 1 where there are no clusters.
-      cooperative: all blocks run at once, or the launch fails.
+      cooperative: all blocks run at once, or the launch fails. The blocks of a cluster may then be anywhere in the
+        grid, and the GPU has no part in it.
       early: blocks may begin while the launch before still runs, for which they wait themselves.
       rule: TILES or GROUPS_ALONG_Y, where the rows decide what the grid is; else "".
     """

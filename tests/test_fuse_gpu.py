@@ -370,6 +370,9 @@ FORCED = {
     "qk_norm_rotary": (2, 8, 3, 128),
     "layer_norm": (300, 1023),  # shifted
     "softmax": (300, 1023),
+    "channel_softmax": (3, 200, 40),  # rows lie side by side
+    "channel_layer_norm": (5, 96, 6, 4),
+    "pixel_cross_entropy": (3, 150, 7, 7),
 }
 
 

@@ -549,7 +549,8 @@ LAUNCH = [0, 0, 6, 1, 1, 128, 1, 1, 0, 1, 0, 1, 1]  # of one argument of one wor
         ([*LAUNCH[:5], 1025], "threads must be from 1 to 1024, got 1025"),
         ([*LAUNCH[:5], 512, 4, *LAUNCH[7:]], "threads must be from 1 to 1024, got 2048"),
         ([*LAUNCH[:8], -1], "shared_bytes must be from 0 to 1048576, got -1"),
-        ([*LAUNCH[:9], 17], "cluster must be from 1 to 16, got 17"),
+        ([*LAUNCH[:9], 17, *LAUNCH[10:]], "cluster must be from 1 to 16, got 17"),
+        ([*LAUNCH[:9], 4097], "cluster must be from 1 to 4096, got 4097"),
         ([*LAUNCH[:9], 4, *LAUNCH[10:]], "6 blocks are no multiple of clusters of 4"),
         ([*LAUNCH[:10], 4], "the flags of a launch must be from 0 to 3, got 4"),
         ([*LAUNCH[:11], 129], "the number of arguments must be from 0 to 128, got 129"),
@@ -648,3 +649,16 @@ def test_attributes_are_decoded_when_xla_compiles():
     }.items():
         assert result[name].startswith("refused: "), name
         assert message in result[name], name
+
+
+def test_clusters_anywhere_in_the_grid():
+    """A cooperative launch by tiles of rows, whose clusters may be larger than those of the GPU."""
+    tiles = _launch.Launch(
+        "all", (1, 1, 1), (64, 1, 1), (), cluster=33, cooperative=True, rule=_launch.TILES
+    )
+    rows = _launch.RowTiles(4, 8, 1, 0, ((0, 0, 1),))
+    made = encoded(_launch.attributes("together", "text", [tiles], row_tiles=rows))
+    assert launch.plan_launches(made, [[100, 64]], 8)[-1][0][1] == (8 * 33, 1, 1)
+    assert launch.plan_launches(made, [[100, 64]], 4)[-1][0][1] == (4 * 33, 1, 1)
+    with pytest.raises(ValueError, match="33 blocks must run at once, the GPU runs 0"):
+        launch.plan_launches(made, [[100, 64]], 0)

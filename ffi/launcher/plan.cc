@@ -11,6 +11,7 @@ constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxLong = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMaxGridYZ = 65535;
 constexpr int64_t kMaxThreads = 1024;
+constexpr int64_t kMaxCluster = 16, kMaxCooperativeCluster = 4096;
 constexpr int64_t kBufferAlignment = 16;  // of XLA's buffers, at least
 constexpr int64_t kCooperative = 1, kEarly = 2;
 
@@ -71,10 +72,13 @@ Error DecodeLaunch(const Plan& plan, Reader* reader, Launch* launch) {
   JAXNORM_RETURN_IF_ERROR(reader->Read("the threads along y", 1, kMaxThreads, &launch->block.y));
   JAXNORM_RETURN_IF_ERROR(reader->Read("the threads along z", 1, 64, &launch->block.z));
   JAXNORM_RETURN_IF_ERROR(reader->Read("shared_bytes", 0, 1 << 20, &launch->shared_bytes));
-  JAXNORM_RETURN_IF_ERROR(reader->Read("cluster", 1, 16, &launch->cluster));
+  JAXNORM_RETURN_IF_ERROR(reader->Read("cluster", 1, kMaxCooperativeCluster, &launch->cluster));
   JAXNORM_RETURN_IF_ERROR(reader->Read("the flags of a launch", 0, kCooperative | kEarly, &flags));
   launch->cooperative = flags & kCooperative;
   launch->early = flags & kEarly;
+  if (launch->clustered() && launch->cluster > kMaxCluster) {
+    return plan.Invalid("cluster must be from 1 to " + Text(kMaxCluster) + ", got " + Text(launch->cluster));
+  }
   const int64_t threads = int64_t{launch->block.x} * launch->block.y * launch->block.z;
   if (threads > kMaxThreads) return plan.Invalid("threads must be from 1 to 1024, got " + Text(threads));
   if (launch->rule != Rule::kFixed && !plan.has_rows) return plan.Invalid("a grid by a rule needs row_tiles");
@@ -245,6 +249,13 @@ Error CountRows(const Plan& plan, const Buffers& buffers, int64_t resident, Rows
         return plan.Invalid(Text(groups) + " groups of rows need " + Text(groups * chunks) + " blocks, the plan has " +
                             Text(tiling.blocks));
       }
+    }
+  }
+  for (const Launch& launch : plan.launches) {
+    // Blocks that wait for others which have not begun would wait for ever.
+    if (launch.rule == Rule::kTiles && launch.cooperative && groups * chunks > resident) {
+      return plan.Invalid(Text(groups * chunks * launch.cluster) + " blocks must run at once, the GPU runs " +
+                          Text(resident * launch.cluster));
     }
   }
   if (chunks > kMaxInt / groups) {

@@ -94,10 +94,13 @@ struct Launch {
   Extent grid, block;
   int shared_bytes;        // dynamic shared memory of a block
   int cluster;             // blocks of a cluster, which then stands where a block would
-  bool cooperative;        // all blocks run at once
+  bool cooperative;        // all blocks run at once; those of a cluster may then be anywhere in the grid
   bool early;              // blocks may begin before the launch before has ended, where the GPU can do that
   std::vector<int> words;  // of each argument
   std::vector<Word> all_words;
+
+  // Whether the GPU is to know of clusters.
+  bool clustered() const { return cluster > 1 && !cooperative; }
 };
 
 // Attributes that passed all checks which need no buffers.

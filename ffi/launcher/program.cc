@@ -18,7 +18,7 @@ std::string TooLarge(const Gpu& gpu, const std::string& what) {
 }
 
 std::string CheckFits(const Launch& launch, const Gpu& gpu) {
-  if (launch.cluster > 1 && gpu.architecture < kClusterArchitecture) {
+  if (launch.clustered() && gpu.architecture < kClusterArchitecture) {
     return "clusters of blocks are for sm_90 and later, " + gpu.name + " is sm_" + std::to_string(gpu.architecture);
   }
   if (launch.shared_bytes > gpu.shared_bytes) {
@@ -33,7 +33,7 @@ std::string CountResident(const Launch& launch, const Gpu& gpu, void* function, 
   const Driver& driver = StartedDriver();
   const int threads = static_cast<int>(launch.block.x * launch.block.y * launch.block.z);
   int count = 0;
-  if (launch.cluster > 1) {
+  if (launch.clustered()) {
     LaunchAttributes attributes(launch, gpu);
     const Extent cluster{static_cast<unsigned>(launch.cluster), 1, 1};
     const CudaLaunchConfig config = LaunchConfig(launch, {cluster, launch.block}, &attributes, nullptr);
@@ -44,7 +44,7 @@ std::string CountResident(const Launch& launch, const Gpu& gpu, void* function, 
     if (int result = driver.MaxActiveBlocks(&count, function, threads, launch.shared_bytes); result != 0) {
       return driver.Describe("cuOccupancyMaxActiveBlocksPerMultiprocessor", result);
     }
-    count *= gpu.multiprocessors;
+    count = count * gpu.multiprocessors / launch.cluster;
   }
   if (count == 0) {
     return TooLarge(gpu, std::to_string(threads) + " threads with their registers, " +
@@ -58,7 +58,7 @@ std::string CountResident(const Launch& launch, const Gpu& gpu, void* function, 
 }  // namespace
 
 LaunchAttributes::LaunchAttributes(const Launch& launch, const Gpu& gpu) {
-  if (launch.cluster > 1) {
+  if (launch.clustered()) {
     CudaLaunchAttribute& attribute = list[count++];
     attribute.id = kLaunchAttributeCluster;
     attribute.value.cluster = {static_cast<unsigned>(launch.cluster), 1, 1};
@@ -132,7 +132,7 @@ std::string Program::LoadKernel(const Launch& launch, const std::string& name, v
     }
     allowed = launch.shared_bytes;
   }
-  if (launch.cluster > kPortableCluster) {
+  if (launch.clustered() && launch.cluster > kPortableCluster) {
     if (int result = driver.KernelSetAttribute(kNonPortableClusterAllowed, 1, *kernel, device); result != 0) {
       return driver.Describe("clusters of " + std::to_string(launch.cluster) + " blocks", result);
     }

@@ -5,7 +5,7 @@ arithmetic  the dtype that formulas add up in, and roundings that compilers keep
 rules       what derivative and batching rules share
 named       calls whose operands and results have names
 define      primitives of a formula and, on platforms that have them, kernels; which of the two a call is lowered to
-calls       FFI calls: which ones kernels take, their scratch, results in place of operands
+calls       FFI calls: which ones kernels take, results in place of operands
 merge       two calls as one FFI call
 partition   which devices share a call, how XLA learns that, and what each of them runs
 programs    jaxprs: traced, run, pruned, and keyed by identity

@@ -1,4 +1,4 @@
-"""FFI calls: which ones kernels take, their scratch, results in place of operands."""
+"""FFI calls: which ones kernels take, results in place of operands."""
 
 import dataclasses
 import itertools

@@ -12,7 +12,7 @@ the launcher's on GPUs. Its lowering picks:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax._src import dispatch  # private: see the last line of `_register`
@@ -202,9 +202,8 @@ def define_compiled(
 
     _register(
         primitive,
-        refusal=lambda ctx, params, platform: ""
-        if platform == "cuda" or partition_everywhere
-        else f"platform {platform}",
+        platforms=lambda: _lib.PLATFORMS if partition_everywhere else ("cuda",),
+        refusal=lambda ctx, params, platform: "",
         kernel=lower_kernel,
         partitioned=partitioned_lowering(primitive, sharding_rule, partition, identity),
         formula=lambda ctx, operands, params, _: lower_formula(ctx, *operands, **params),
@@ -217,6 +216,7 @@ def _register(
     *,
     refusal: Callable,
     kernel: Callable,
+    platforms: Callable[[], Sequence[str]] = lambda: _lib.PLATFORMS,
     partitioned: Callable,
     formula: Callable,
     cacheable: bool = True,
@@ -227,6 +227,7 @@ def _register(
       primitive: whose calls are lowered.
       refusal: (ctx, params, platform) -> why the platform has no kernel for a call; "" where it may have one.
       kernel: (ctx, operands, params, platform) -> results of a call on one device; None where it has no kernel.
+      platforms: () -> where calls may have kernels.
       partitioned: (ctx, operands, params) -> results of a call that devices share; None where XLA must partition it.
       formula: (ctx, operands, params, why no kernel runs) -> results.
       cacheable: whether equal calls of a program may share one lowering.
@@ -245,12 +246,11 @@ def _register(
         reason = f"platform {'/'.join(ctx.module_context.platforms)}"
         return formula(ctx, operands, params, reason)
 
-    lowerings = {p: functools.partial(lower_on, p) for p in _lib.PLATFORMS}
-
     # A rule that JAX caches sees nothing of the program around the call. One that it does not cache, it cannot lower
     # for several platforms by itself (until 0.12 at least): it adds these avals, a tuple then, to a list.
     def lower_by_platform(ctx, *operands, **params):
         ctx = ctx.replace(avals_out=list(ctx.avals_out))
+        lowerings = {p: functools.partial(lower_on, p) for p in platforms()}
         return lower_per_platform(
             ctx, primitive.name, lowerings, lower_elsewhere, set(), *operands, **params
         )

@@ -20,7 +20,7 @@ from jaxnorm._rows.expressions import (
     expression,
     identity,
 )
-from jaxnorm._rows.graph import FLOAT, Node
+from jaxnorm._rows.graph import Node
 from jaxnorm._rows.rules import Program, compute_dtype
 from jaxnorm._rows.schedule import (
     Plan,
@@ -366,20 +366,9 @@ class Emitter(Sums, Reductions):
             return self._random(n, u, self.row("row", u), "first + v", self.name)
         if n.op == "local_exp":
             x, local = name(n.args[0]), self._local(n.attr, u)
-            if self.fast:
-                return f"exp2_fast(fmaf({x}, 1.442695041f, -1.442695041f * {local}))"
-            return f"expf({x} - {local})"
+            return f"{self._exp}({x} - {local})"
         if n.op == "local_distance":
             return f"({name(n.args[0])} - {self._local(n.attr, u)})"
-        if (
-            n.op == "exp"
-            and self.fast
-            and n.dtype == FLOAT
-            and n.args[0].op == "sub"
-            and not n.args[0].args[1].column
-        ):
-            x, shift = (name(a) for a in n.args[0].args)
-            return f"exp2_fast(fmaf({x}, 1.442695041f, -1.442695041f * {shift}))"
         return expression(n, [name(a) for a in n.args], self.fast)
 
 

@@ -30,6 +30,7 @@ from jaxnorm import _bits
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.partition import Partition, sharding_factors
 from jaxnorm._primitive.programs import cached_by_program, closed_of, open_jaxpr
+from jaxnorm._rows.dimensions import cut_dimensions
 from jaxnorm._rows.equations import (
     Constant,
     Equation,
@@ -194,7 +195,7 @@ def _wants_whole_rows(equation, dims, column) -> bool:
         for value in (*equation.inputs, *equation.outputs):
             if len(value.aval.shape) != len(equation.outputs[0].aval.shape):
                 continue  # what a pad fills with
-            for i in _changed(equation):
+            for i in cut_dimensions(equation):
                 axes = _of(dims, value)[i]
                 if set(axes) - {column}:
                     raise equation.refuse("moves rows")
@@ -208,24 +209,6 @@ def _wants_whole_rows(equation, dims, column) -> bool:
 
 def _of(dims, value):
     return dims[value] if isinstance(value, Value) else tuple(() for _ in value.aval.shape)
-
-
-def _changed(equation) -> list[int]:
-    """The dimensions along which an equation moves elements."""
-    params = equation.params
-    match equation.primitive:
-        case "slice":
-            limits = zip(params["start_indices"], params["limit_indices"], strict=True)
-            sizes = equation.inputs[0].aval.shape
-            return [i for i, (s, n) in enumerate(zip(limits, sizes, strict=True)) if s != (0, n)]
-        case "split":
-            return [params["axis"]]
-        case "concatenate":
-            return [params["dimension"]]
-        case "pad":
-            return [i for i, config in enumerate(params["padding_config"]) if any(config)]
-        case _:
-            return list(params["dimensions"])
 
 
 def _primitives(closed) -> Iterator:
@@ -657,7 +640,7 @@ class _Device:
 
     def _evaluate_slice(self, env, equation, x):
         limits = [
-            n if i not in _changed(equation) else equation.params["limit_indices"][i]
+            n if i not in cut_dimensions(equation) else equation.params["limit_indices"][i]
             for i, n in enumerate(x.shape)
         ]
         return self._bind(equation, x, limit_indices=tuple(limits))

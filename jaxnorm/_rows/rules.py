@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxnorm._primitive.programs import cached_by_program
+from jaxnorm._rows.dimensions import label_dimension
 from jaxnorm._rows.equations import Constant, Equation, NotARowProgram, Value, flatten
 from jaxnorm._rows.graph import BOOL, DOUBLE, FLOAT, INT, UINT, Graph, Node, is_literal
-from jaxnorm._rows.view import Layout, View, label_dimension
+from jaxnorm._rows.view import Layout, View
 
 FLOAT8 = {np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)}
 STORED = {
@@ -214,7 +215,7 @@ class _Builder:
                 f"has dtype {dtype}, which kernels do not load",
                 argument=number,
             )
-        layout = self.view.layout(value)
+        layout = self.view.stored(value)
         whole = layout.columns is not None and len(layout.strides) == len(self.view.row_sizes)
         panels = layout.columns // self.view.width if layout.columns is not None else 1
         if layout.bits:
@@ -241,7 +242,7 @@ class _Builder:
         if isinstance(value, Constant):
             layout = Layout((), None)
         else:
-            layout = self.view.layout(value)
+            layout = self.view.stored(value)
         nodes = self.lift(self.read(value), self.count(value))
         # Storing rounds anyway.
         nodes = tuple(n.args[0] if n.op == "round" and n.attr == dtype.name else n for n in nodes)

@@ -430,7 +430,7 @@ def _packable(flat: Flat, results, sinks) -> set[int]:
     found = set()
     for value in booleans:
         try:
-            dims, layout = view.kinds(of[value]), view.layout(of[value])
+            dims, layout = view.kinds(of[value]), view.stored(of[value])
         except NotARowProgram:
             continue
         if dims[-1] == ["column"] and set(layout.rows) == set(range(len(view.row_sizes))):

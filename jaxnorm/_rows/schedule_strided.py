@@ -130,8 +130,10 @@ class _Strided:
 
     @staticmethod
     def _team(side, lanes) -> tuple[int, int]:
-        """(side, threads) for so many lanes: the threads that share rows are at least a warp."""
+        """(side, threads) for so many lanes: the threads that share rows are at least a warp, at most a block."""
         side = max(side, 32 // lanes)
+        while side > 1 and side * lanes > THREADS_MAX:
+            side //= 2
         return side, (side * lanes if side * lanes > 32 else 128)
 
     def _slots(self, lanes, cluster) -> int:

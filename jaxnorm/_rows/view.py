@@ -11,11 +11,14 @@ memory, and neighbouring rows lie next to each other.
 import dataclasses
 import math
 
+from jaxnorm._rows.dimensions import check_label, cut_dimensions, is_one, label_dimension
 from jaxnorm._rows.equations import Constant, Equation, Equations, NotARowProgram, Value
 
 # A row's pieces are values by themselves: many of them make a kernel long.
 PIECES_MAX = 128
-_CUTTING = ("concatenate", "split", "slice", "pad")
+# So many pieces of an axis that nothing runs along, such as gate and up, make it the row's.
+FEW_PIECES = 4
+_CUTTING = ("concatenate", "split", "slice", "pad", "rev")
 _MOVING = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy")
 
 
@@ -143,7 +146,7 @@ class View:
             return tuple([] for _ in value.aval.shape)
         if value not in self._dims:
             self._dims[value] = tuple(
-                [] if _is_one(n) else [self._axes.new(n)] for n in value.aval.shape
+                [] if is_one(n) else [self._axes.new(n)] for n in value.aval.shape
             )
         return self._dims[value]
 
@@ -328,11 +331,10 @@ class View:
 
     def _place_of_columns(self, program: Equations, order, largest) -> int | None:
         """Which of the largest array's axes is the columns: the last, or the only one along which something runs."""
-        default = len(order) - 1 if order and not _is_one(largest.aval.shape[-1]) else None
+        default = len(order) - 1 if order and not is_one(largest.aval.shape[-1]) else None
         families = [self._axes.family(axis) for axis in order]
         along = {family for e in program.equations for family in self._runs_along(program, e)}
-        # Where nothing must run along an axis, labels' operands are read once if their classes are the columns.
-        along = along or self._compared_with_labels(program)
+        along = along or self._numbered_or_cut(program)
         if len(along) != 1 or (default is not None and families[default] in along):
             return default
         places = [place for place, family in enumerate(families) if family in along]
@@ -355,21 +357,27 @@ class View:
         over_rows = name == "reduce_sum" and self._row_sums
         return families if not over_rows or self._meets(program, equation, *families) else set()
 
-    def _compared_with_labels(self, program: Equations) -> set[int]:
-        """The families of axes whose indices are compared with something, unless there are sums over rows."""
+    def _numbered_or_cut(self, program: Equations) -> set[int]:
+        """The families of axes that are cut in few pieces, or whose indices are compared, where nothing is reduced.
+
+        Of classes that are compared with labels, what belongs to a row is then read once.
+        """
         if any(e.primitive.startswith("reduce_") for e in program.equations):
             return set()
-        index: dict = {}  # values that are the index along an axis
-        found = set()
+        index: dict = {}  # values that are the index along axes
+        found = []
         for e in program.equations:
             source = next((index[i] for i in e.inputs if i in index), None)
             if e.primitive == "iota":
                 index[e.outputs[0]] = self.dims(e.outputs[0])[e.params["dimension"]]
             elif source is not None and e.primitive == "eq":
-                found |= {self._axes.family(axis) for axis in self._axes.leaves(source)}
+                found += source
             elif source is not None and e.primitive in _MOVING:
                 index[e.outputs[0]] = source
-        return found
+            elif e.primitive in _CUTTING:
+                dims = [i for i in cut_dimensions(e) if _pieces(e, i) <= FEW_PIECES]
+                found += [axis for i in dims for axis in self.dims(e.outputs[0])[i]]
+        return {self._axes.family(axis) for axis in self._axes.leaves(found)}
 
     def _meets(self, program: Equations, equation: Equation, family: int) -> bool:
         """Whether what an equation computes is used beside elements along a family of axes again."""
@@ -407,7 +415,7 @@ class View:
             unlike = [
                 i
                 for i, (n, m) in enumerate(zip(value.aval.shape, sizes, strict=True))
-                if not (_is_one(n) or n == m)
+                if not (is_one(n) or n == m)
             ]
             columns = length and unlike == [rank - 1] and mine[-1] and wanted[-1]
             fits = not unlike or columns
@@ -491,15 +499,28 @@ class View:
             f"argument {number}", f"of shape {value.aval.shape} {reason}", argument=number
         )
 
-    def layout(self, value) -> Layout:
-        """How an array lies; it must be row-major with its columns last, or with the rows that are neighbours last."""
-        strides, columns, stride, step = [], None, 1, 1
-        packed = self._packed.get(value)
-        dims = self.dims(value)
-        if packed is not None and self.neighbours != 1:
+    def stored(self, value) -> Layout:
+        """How an argument or result lies: with its columns last, or where rows lie side by side, those last."""
+        layout = self.layout(value)
+        last = len(self._rows) - 1
+        if self.neighbours == 1:
+            wrong = "the row's columns" if not is_one(layout.step) else ""
+        elif layout.bits:
             raise self._refuse(
                 value, "has bits along its last axis, which is not the row's columns"
             )
+        else:
+            wrong = "the rows that are neighbours" if dict(layout.strides).get(last, 1) != 1 else ""
+        if wrong:
+            which = f"must have {wrong} as its last axis, which they are in {self._whole}"
+            raise self._refuse(value, which)
+        return layout
+
+    def layout(self, value) -> Layout:
+        """How an array lies, if it is row-major."""
+        strides, columns, stride, step = [], None, 1, 1
+        packed = self._packed.get(value)
+        dims = self.dims(value)
         if packed is not None:
             columns, stride = self._axes.sizes[packed], value.aval.shape[-1]
             dims = dims[:-1]
@@ -509,22 +530,12 @@ class View:
             for axis in reversed(self._axes.leaves(dim)):
                 kind = self._kind(axis, value)
                 size = self._axes.sizes[axis]
-                if kind == "column":
-                    if columns is not None or (self.neighbours == 1 and not _is_one(stride)):
-                        raise self._refuse(
-                            value,
-                            "must have the row's columns as its last axis, which they are in "
-                            f"{self._whole}",
-                        )
+                if kind != "column":
+                    strides.append((kind, stride))
+                elif columns is None:
                     columns, step = size, stride
                 else:
-                    if self.neighbours != 1 and kind == len(self._rows) - 1 and stride != 1:
-                        raise self._refuse(
-                            value,
-                            "must have the rows that are neighbours as its last axis, which they are in "
-                            f"{self._whole}",
-                        )
-                    strides.append((kind, stride))
+                    raise self._refuse(value, "has the row's columns twice")
                 stride = stride * size
         return Layout(tuple(reversed(strides)), columns, packed is not None, step)
 
@@ -540,46 +551,14 @@ class View:
         return None
 
 
-def label_dimension(equation) -> int:
-    """The dimension of its operand along which a gather or scatter looks elements up; the last one if it is not one."""
-    numbers = equation.params["dimension_numbers"]
-    gather = equation.primitive == "gather"
-    looked_up = numbers.start_index_map if gather else numbers.scatter_dims_to_operand_dims
-    return looked_up[0] if len(looked_up) == 1 else len(equation.inputs[0].aval.shape) - 1
-
-
-def check_label(equation):
-    """The dimension numbers of a gather or scatter, which must be of one element of each row."""
-    numbers = equation.params["dimension_numbers"]
-    shape, labels = (v.aval.shape for v in equation.inputs[:2])
-    column = label_dimension(equation)
-    batching = numbers.operand_batching_dims
-    if equation.primitive == "gather":
-        looked_up, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
-        of_rows = numbers.start_indices_batching_dims
-        one = all(n <= 1 for n in equation.params["slice_sizes"])
-    else:
-        looked_up, dropped = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
-        of_rows = numbers.scatter_indices_batching_dims
-        one = True
-    last = len(shape) - 1
-    if column != last and not batching:
-        raise equation.refuse(
-            "looks up rows by their numbers, and rows share nothing. Compute it outside of the fused function; one "
-            "element of each row is jnp.take_along_axis(x, labels[..., None], axis=-1)"
-        )
-    rest = all(i in batching or _is_one(n) for i, n in enumerate(shape) if i != column)
-    alone = [n for i, n in enumerate(labels) if column == last or i not in of_rows]
-    one_label = labels[-2:] == (1, 1) if column == last else all(map(_is_one, alone))
-    if not (looked_up == dropped == (column,) and one and rest and one_label):
-        raise equation.refuse(
-            "must take one element of each row: jnp.take_along_axis(x, labels[..., None], axis=-1)"
-        )
-    return numbers
-
-
-def _is_one(n) -> bool:
-    return isinstance(n, int) and n == 1
+def _pieces(equation: Equation, dim: int) -> int:
+    """In how many pieces of one length an operation cuts or joins a dimension."""
+    rank = len(equation.outputs[0].aval.shape)
+    arrays = [v.aval.shape for v in (*equation.inputs, *equation.outputs)]
+    sizes = [shape[dim] for shape in arrays if len(shape) == rank]
+    if not all(isinstance(n, int) and n for n in sizes):
+        return PIECES_MAX
+    return max(sizes) // math.gcd(*sizes)
 
 
 def _known_size(shape) -> int:

@@ -15,8 +15,7 @@ DONE = $(VENV)/done
 # In front of what compiles. pip shows nothing of it: the backend tells the terminal, or, without one, this file.
 PROGRESS = [ -t 1 ] || { export JAXNORM_PROGRESS=$(abspath $(DONE))/progress; mkdir -p $(DONE); : > $(DONE)/progress; \
   tail -f --pid=$$$$ $(DONE)/progress & };
-C_SOURCES = ffi/*.h ffi/*.cc ffi/cpu/*.h ffi/cpu/*.cc ffi/cuda/*.h ffi/cuda/*.cc ffi/cuda/*.cuh ffi/cuda/*.cu \
-  ffi/launcher/*.h ffi/launcher/*.cc
+C_SOURCES = ffi/*.h ffi/cpu/*.h ffi/cpu/*.cc ffi/launcher/*.h ffi/launcher/*.cc
 FORMATTED = $(C_SOURCES) jaxnorm/_rows/*.cuh jaxnorm/_kernels/*.cuh tests/*.h
 
 help: ## list the targets
@@ -83,15 +82,12 @@ $(VENV)/pyvenv.cfg:
 	done; \
 	echo "no Python 3.11 or newer found; name one with PYTHON=/path/to/python3" >&2; exit 1
 
-# On a machine with an NVIDIA GPU, JAX with CUDA too, and nvcc from PyPI when there is none; GPU=no leaves that out.
+# On a machine with an NVIDIA GPU, JAX with CUDA too; GPU=no leaves that out.
 $(DONE)/package: $(VENV)/pyvenv.cfg pyproject.toml CMakeLists.txt _build_backend/*.py $(C_SOURCES)
 	@mkdir -p $(DONE)
 	@if [ ! -e $(DONE)/rebuilds ]; then \
 	  extra=; \
-	  if [ "$(GPU)" != no ] && nvidia-smi -L >/dev/null 2>&1; then \
-	    extra='[cuda13]'; \
-	    command -v nvcc >/dev/null || export JAXNORM_CUDA_TOOLKIT=pypi; \
-	  fi; \
+	  if [ "$(GPU)" != no ] && nvidia-smi -L >/dev/null 2>&1; then extra='[cuda13]'; fi; \
 	  echo "installing jaxnorm$$extra; compiling takes some minutes"; \
 	  $(PROGRESS) $(PIP) -e ".$$extra"; \
 	fi

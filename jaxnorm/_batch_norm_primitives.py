@@ -72,7 +72,7 @@ from jaxnorm._primitive.rules import (
 from jaxnorm._rows.call import device_here
 from jaxnorm._sharding import Blocks
 
-# Operands and results, in the order that calls have them, and the bits of their names (ffi/batch_norm_args.h).
+# Operands and results, in the order that calls have them, and the bits of their names (ffi/cpu/batch_norm_call.h).
 _KERNEL_NAMES = (
     *("x", "dy", "y", "bits", "mask", "mean", "var", "count", "scale", "bias", "residual"),
     *("dbias", "dscale", "dmean", "dvar", "dx", "dresidual"),
@@ -245,7 +245,7 @@ def _sums_formula(given, results, *, axes, groups, epsilon, **_):
 
 
 def _dx_formula(given, results, *, axes, groups, epsilon, replicas, **_):
-    """The transpose of `_jvp_in_formula`; ffi/batch_norm_args.h has it as one equation."""
+    """The transpose of `_jvp_in_formula`; ffi/cpu/batch_norm_call.h has it as one equation."""
     out, terms = {}, []
     if "dy" in given:
         out["dresidual"] = g = _selected(given["dy"], given)
@@ -299,7 +299,7 @@ def _abstract(*avals, names, results, axes, groups, **_):
     return [result(name) for name in results]
 
 
-# Dimensions that vmap made, which kernels know in runs of alike ones (ffi/call.h: kMaxBroadcastDims).
+# Dimensions that vmap made, which kernels know in runs of alike ones (ffi/cpu/call.h: kMaxBroadcastDims).
 _MAX_GROUPS = 6
 
 
@@ -739,6 +739,8 @@ def _plan(
         relu=relu,
         partials=partials,
     )
+    if made is None:
+        return None
     scratch = [] if made.scratch is None else [(made.scratch,)]
     return Call(_launch.TARGET, made.attributes, scratch)
 

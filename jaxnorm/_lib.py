@@ -1,4 +1,7 @@
-"""Loads the compiled modules and registers their FFI targets; the only place that knows what is available and why."""
+"""Loads the compiled modules and registers their FFI targets; the only place that knows what is available and why.
+
+`_cpu` has a target for each primitive. `_launcher` has one for all calls on GPUs: it compiles and launches kernels.
+"""
 
 import dataclasses
 import functools
@@ -44,21 +47,18 @@ class Status:
     jax_version: str
     runtime_ffi_version: tuple[int, int] | None
     modules: tuple[Module, ...]
-    row_programs: Module  # what `fuse` compiles
 
     def __repr__(self) -> str:
         runtime = _dotted(self.runtime_ffi_version)
         lines = [f"jaxnorm {self.version} (jax {self.jax_version}, XLA FFI {runtime})"]
-        lines += [
-            _line(m.platform, m, f"{len(m.targets)} kernels registered") for m in self.modules
-        ]
-        return "\n".join([*lines, _line("fuse", self.row_programs, "kernels compiled when needed")])
+        return "\n".join([*lines, *map(_line, self.modules)])
 
 
-def _line(name: str, m: Module, available: str) -> str:
+def _line(m: Module) -> str:
     if not m.available:
-        return f"  {name:<5} plain XLA formulas: {m.reason}"
-    return f"  {name:<5} {available}, built for XLA FFI {_dotted(m.ffi_version)}{m.details}"
+        return f"  {m.platform:<5} plain XLA formulas: {m.reason}"
+    kernels = f"{len(m.targets)} kernels" if m.platform == "cpu" else "kernels compiled when needed"
+    return f"  {m.platform:<5} {kernels}, built for XLA FFI {_dotted(m.ffi_version)}{m.details}"
 
 
 def _dotted(version: tuple[int, int] | None) -> str:
@@ -96,30 +96,6 @@ def _abi_problem(built: tuple[int, int]) -> str:
     )
 
 
-def _cuda_problem(cuda) -> tuple[str, str]:
-    """(reason why no kernel can run on this machine's GPUs or "", detail for the status line)."""
-    devices, error = cuda.devices()
-    toolkit = f"{cuda.CUDART_VERSION // 1000}.{cuda.CUDART_VERSION % 1000 // 10}"
-    built = f", CUDA {toolkit} for sm_{cuda.ARCHITECTURES.replace(',', ', sm_')}"
-    if not devices:
-        return "", f"{built}; no device ({error or 'none found'})"
-    for name, major, minor in devices:
-        if not any(_runs_on(arch, major, minor) for arch in cuda.ARCHITECTURES.split(",")):
-            fix = f"rebuild with JAXNORM_CUDA_ARCHITECTURES={major}{minor}"
-            return f"{name} is sm_{major}{minor}, built for sm_{cuda.ARCHITECTURES}; {fix}", built
-    names = ", ".join(sorted({name for name, _, _ in devices}))
-    return "", f"{built}; {len(devices)} x {names}"
-
-
-def _runs_on(arch: str, major: int, minor: int) -> bool:
-    """Whether code for CMake architecture `arch` ("90", "90-real", "80-virtual") runs on sm_<major><minor>."""
-    number, _, kind = arch.partition("-")
-    built = (int(number[:-1]), int(number[-1]))
-    machine_code = built[0] == major and built[1] <= minor
-    ptx = built <= (major, minor)
-    return {"real": machine_code, "virtual": ptx}.get(kind, machine_code or ptx)
-
-
 def _import(platform: str, name: str):
     """(the compiled module or None, a Module that says why it cannot be used)."""
     try:
@@ -143,15 +119,15 @@ def _register(extension, found: Module) -> Module:
 
 
 @functools.cache
-def _load(platform: str) -> Module:
-    """Imports the module for `platform` and registers its targets, as an importing process may: no device is asked."""
-    extension, found = _import(platform, f"_{platform}")
+def _load_cpu() -> Module:
+    """Imports the CPU's kernels and registers their targets."""
+    extension, found = _import("cpu", "_cpu")
     return _register(extension, found) if extension else found
 
 
 @functools.cache
 def _load_launcher() -> Module:
-    """The same for the module that compiles and launches row programs; it opens neither the driver nor NVRTC."""
+    """Imports what compiles and launches kernels on GPUs; it opens neither the driver nor NVRTC."""
     extension, found = _import("cuda", "_launcher")
     if not extension:
         return found
@@ -167,9 +143,8 @@ def _load_launcher() -> Module:
     return _register(extension, found)
 
 
-@functools.cache
-def row_programs() -> Module:
-    """What compiles and launches row programs, and whether it can here; waits like `module` before it asks a device."""
+def _launcher_here() -> Module:
+    """The launcher, and whether it can compile for this machine's GPUs."""
     loaded = _load_launcher()
     if not loaded.available:
         return loaded
@@ -194,13 +169,7 @@ def module(platform: str) -> Module:
     Looking at the GPUs starts the CUDA driver, after which neither CUDA_VISIBLE_DEVICES nor fork works as before. So
     it waits for the first lowering or `status()`.
     """
-    loaded = _load(platform)
-    if platform != "cuda" or not loaded.available:
-        return loaded
-    reason, details = _cuda_problem(importlib.import_module("jaxnorm._cuda"))
-    if reason:
-        return dataclasses.replace(loaded, targets=frozenset(), reason=reason)
-    return dataclasses.replace(loaded, details=details)
+    return _load_cpu() if platform == "cpu" else _launcher_here()
 
 
 @functools.cache
@@ -217,18 +186,16 @@ def status() -> Status:
     """What was compiled, loaded and registered, and why something was not.
 
     Returns:
-      An object with `version`, `jax_version`, `runtime_ffi_version`, `modules`, one entry per platform with
-      `available`, `targets` and `reason`, and `row_programs`, such an entry for what `fuse` compiles. Its repr is a
-      few readable lines.
+      An object with `version`, `jax_version`, `runtime_ffi_version` and `modules`, one entry per platform with
+      `available`, `targets` and `reason`. Its repr is a few readable lines.
 
     >>> import jaxnorm
     >>> jaxnorm.status().modules[0].platform
     'cpu'
     """
     modules = tuple(module(platform) for platform in PLATFORMS)
-    return Status(VERSION, jax.__version__, _runtime_ffi_version(), modules, row_programs())
+    return Status(VERSION, jax.__version__, _runtime_ffi_version(), modules)
 
 
-for _platform in PLATFORMS:
-    _load(_platform)
+_load_cpu()
 _load_launcher()

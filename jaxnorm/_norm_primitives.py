@@ -51,7 +51,7 @@ _OPERANDS = (
     *("x", "residual", "dy", "mean", "rstd", "dsum", "mask", "scale", "bias"),
     *("x_dot", "scale_dot", "bias_dot"),
 )
-# Optional operands of a call, and the gradients that it gives, in attributes (ffi/norm_args.h).
+# Optional operands of a call, and the gradients that it gives, in attributes (ffi/cpu/norm_call.h).
 _BITS = {"residual": 2, "dsum": 2, "mask": 4, "scale": 8, "bias": 16}
 _GRADIENT_BITS = {"dx": 1, "dscale": 8, "dbias": 16}
 _PARAMETERS = ("scale", "bias", "scale_dot", "bias_dot")
@@ -160,7 +160,7 @@ def _parameter_gradient(v, axes, groups):
 def _bwd_reference(
     *operands, names, results, axes, groups, center, scale_offset, parameter_dtype, blocks=None, **_
 ):
-    """The formula of ffi/norm_args.h.
+    """The formula of ffi/cpu/norm_call.h.
 
     With w = dy * scale, keep = 1 where the mask is on and 0 elsewhere, n = sum(keep), and sums over all elements,
 

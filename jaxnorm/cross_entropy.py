@@ -250,7 +250,7 @@ def _jvp_reference(x, lse, labels, x_dot, *where, axis, smoothing, implementatio
 
 
 def _bwd_reference(x, lse, labels, a, b, *where, axis, smoothing, implementation=None, blocks=None):
-    """The formula of ffi/cross_entropy_args.h."""
+    """The formula of ffi/cpu/cross_entropy_call.h."""
     del implementation
     mask = where[0] if where else None
     z, hit, valid, n, kept, row = _row(x, labels, mask, axis, blocks)

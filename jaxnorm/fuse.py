@@ -552,7 +552,7 @@ def _explain(fused, trace: _Trace, arguments: _Arguments) -> Explanation:
         except NotARowProgram as error:
             problems.append(str(error))
             return None
-        if _lib.row_programs().available:
+        if _lib.module("cuda").available:
             call = primitive.compiled_call(program) or call
         return explain.kernel(program, device, call, operands, results)
 
@@ -563,8 +563,9 @@ def _explain(fused, trace: _Trace, arguments: _Arguments) -> Explanation:
         gradients = [f"gradient of {names[i]}" for i in split.taken]
         backward_kernel = kernel(backward, [*kept, *cotangents], gradients)
     rate, assumption = explain.memory_rate(device)
-    if not _lib.row_programs().available:
-        problems.append(f"here it runs as plain XLA operations: {_lib.row_programs().reason}")
+    compiler = _lib.module("cuda")
+    if not compiler.available:
+        problems.append(f"here it runs as plain XLA operations: {compiler.reason}")
     elif not launcher.gpus():
         problems.append(f"there is no GPU here; these are the kernels for {device.name}")
     return Explanation(
@@ -618,7 +619,7 @@ class Tuning:
 
 
 def _tune(fused, trace: _Trace) -> Tuning:
-    compiler = _lib.row_programs()
+    compiler = _lib.module("cuda")
     if not compiler.available:
         raise RuntimeError(f"fuse: tune must compile kernels, but cannot: {compiler.reason}")
     if not launcher.gpus() or jax.default_backend() != "gpu":

@@ -16,8 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
-from jaxnorm import _bits, _check
+from jaxnorm import _bits, _check, _launch
+from jaxnorm._kernels import relu as kernels
 from jaxnorm._primitive.avals import aval_like, vary_alike
+from jaxnorm._primitive.calls import Call
 from jaxnorm._primitive.define import define_formula, define_primitive
 from jaxnorm._primitive.partition import Partition, sharding_factors
 from jaxnorm._primitive.rules import NOT_MAPPED, add, is_present, mapped_at, zero
@@ -140,6 +142,16 @@ def _partition(local, x):
     )
 
 
+# ---- GPUs ----
+
+
+def _plan(operation, avals_in, _, /, *, implementation):
+    """The CUDA call; None where the kernels do not take it. The last operand is x, its second addend, or t."""
+    x = avals_in[-1]
+    made = kernels.plan(operation.removeprefix("relu_"), x.shape, x.dtype, len(avals_in))
+    return None if made is None else Call(_launch.TARGET, made.attributes)
+
+
 # ---- weak types: a result is weakly typed where all operands are, as in jnp.add and jnp.where ----
 
 
@@ -198,6 +210,7 @@ relu_fwd_p = define_primitive(
     describe=lambda operands, *, implementation: "relu" if operands == 1 else "add_relu",
     sharding_rule=_fwd_rule,
     partition=_fwd_partition,
+    plan=_plan,
 )
 
 
@@ -235,6 +248,7 @@ relu_bwd_p = define_primitive(
     describe=lambda operands, *, implementation: "relu",
     sharding_rule=_bwd_rule,
     partition=_bwd_partition,
+    plan=_plan,
 )
 
 

@@ -39,7 +39,7 @@ from jaxnorm._primitive.rules import (
 from jaxnorm._rows.named import row_plan
 from jaxnorm._sharding import Along
 
-# Optional operands in the attribute `operands` (ffi/softmax_args.h).
+# Optional operands in the attribute `operands` (ffi/cpu/softmax_call.h).
 _BITS = {"where": 1, "scale": 2, "bias": 4}
 
 # Which linear map softmax_bwd applies (ditto). Softmax's Jacobian is symmetric, log_softmax's is not.

@@ -55,10 +55,10 @@ def platform_of(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
 
-def targets(mesh: Mesh) -> frozenset[str]:
-    """Kernels that are registered for the mesh's devices."""
+def has_kernels(mesh: Mesh) -> bool:
+    """Whether there are kernels for the mesh's devices."""
     platform = {"gpu": "cuda"}.get(platform_of(mesh), platform_of(mesh))
-    return next(m.targets for m in jaxnorm.status().modules if m.platform == platform)
+    return next(m.available for m in jaxnorm.status().modules if m.platform == platform)
 
 
 def put(x, spec: P, mesh: Mesh):

@@ -5,6 +5,7 @@ import math
 import pathlib
 import struct
 
+import jax
 import kernel_emulator
 import numpy as np
 import oracle
@@ -122,6 +123,10 @@ def test_what_has_no_plan():
     results = {"dbias": (32, 32, 32, 1, 8)}
     options = {"axes": (4,), "groups": 3, "partials": 1 << 20}
     assert batch_norm.plan("sums", shapes, results, "float32", H100, **options) is None
+    params = {"axes": (4,), "groups": 3, "epsilon": 1e-5, "replicas": 1, "relu": False}
+    avals = [[jax.ShapeDtypeStruct(s, "float32") for s in x.values()] for x in (shapes, results)]
+    names = {"names": tuple(shapes), "results": tuple(results)}
+    assert primitives._plan("batch_norm_sums", *avals, **names, **params) is None
     assert plan("stats", (0, 4), 1, "float32") is None
 
 

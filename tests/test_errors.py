@@ -310,7 +310,7 @@ def norm_bwd(*operands, results=NORM_BWD_RESULTS, **changes):
     return ("norm_bwd", results, [*norm_bwd_operands(), *operands], NORM_BWD | changes)
 
 
-# (6, 4, 5), features in the middle; bits as in ffi/batch_norm_args.h.
+# (6, 4, 5), features in the middle; bits as in ffi/cpu/batch_norm_call.h.
 BN = dict(zip(("groups", "axis", "end"), map(np.int64, (0, 1, 2)), strict=True))
 BN_NAMES = (
     *("x", "dy", "y", "bits", "mask", "mean", "var", "count", "scale", "bias", "residual"),

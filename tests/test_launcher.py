@@ -138,13 +138,13 @@ def test_without_nvrtc(tmp_path):
 
 def test_status_without_nvrtc():
     launch.configure(["libnvrtc.so.99"], "", 0)
-    _lib.row_programs.cache_clear()
+    _lib.module.cache_clear()
     try:
-        assert not _lib.row_programs().available
+        assert not _lib.module("cuda").available
         line = repr(_lib.status()).splitlines()[-1]
-        assert line.startswith("  fuse  plain XLA formulas: NVRTC, which compiles kernels, was")
+        assert line.startswith("  cuda  plain XLA formulas: NVRTC, which compiles kernels, was")
     finally:
-        _lib.row_programs.cache_clear()
+        _lib.module.cache_clear()
 
 
 def test_candidates(tmp_path, monkeypatch):

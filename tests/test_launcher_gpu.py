@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 
 def test_status():
     status = jaxnorm.status()
-    assert status.row_programs.available, status.row_programs.reason
-    assert re.search(r"fuse  kernels compiled .*, NVRTC 1\d\.\d+; \d x ", repr(status))
+    assert status.modules[1].available, status.modules[1].reason
+    assert re.search(r"cuda  kernels compiled .*, NVRTC 1\d\.\d+; \d x ", repr(status))
 
 
 def test_gpus():

@@ -17,22 +17,20 @@ def test_status():
     assert [m.platform for m in status.modules] == ["cpu", "cuda"]
     text = repr(status)
     assert text.splitlines()[0].startswith(f"jaxnorm {status.version} (jax ")
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 3
     assert all(len(line) < 200 for line in text.splitlines())
-    for m in (*status.modules, status.row_programs):
+    for m in status.modules:
         assert m.available == bool(m.targets)
         assert m.available or m.reason
-    assert status.row_programs.targets <= {"launch"}
 
 
-def test_both_modules_offer_every_kernel():
-    """A module that is loaded has all of its targets."""
+def test_targets():
+    """The CPU's module has one for each primitive with kernels, the launcher one for all."""
     ops = ("softmax", "relu", "norm", "cross_entropy")
     names = {f"{op}_{part}" for op in ops for part in ("fwd", "bwd")}
     names |= {f"batch_norm_{part}" for part in ("stats", "fwd", "sums", "dx")}
-    planned = {name for name in names if name.startswith("batch_norm")}  # the launcher's, on GPUs
-    for m in jaxnorm.status().modules:
-        assert not m.available or m.targets == names - (planned if m.platform == "cuda" else set())
+    for m, expected in zip(jaxnorm.status().modules, (names, {"launch"}), strict=True):
+        assert not m.available or m.targets == expected
 
 
 @needs_cpu
@@ -66,8 +64,8 @@ def test_without_module(situation, reason):
     assert result["reason"] in message
     assert max(result["errors"].values()) < 1e-6
     assert len(result["errors"]) == 6
-    assert result["row_programs"] == "not built"
-    assert "  fuse  plain XLA formulas: not built" in result["repr"]
+    assert result["cuda"] == "not built"
+    assert "  cuda  plain XLA formulas: not built" in result["repr"]
     for op, message in result["kernel"].items():
         assert "implementation must be None or 'xla' for platform cpu" in message, op
         assert result["reason"] in message
@@ -87,10 +85,10 @@ def test_import_asks_no_device():
     result = processes.run("import_asks_no_device")
     assert result["on_import"] == 0
     assert result["opened"] == []
-    assert result["registered"] == ["jaxnorm_something", "jaxnorm_launch"]
-    assert result["asked"] == 1
+    assert result["registered"] == ["jaxnorm_launch"]
+    assert result["asked"] >= 1
     assert result["targets"] == []
-    assert result["reason"].startswith("Old GPU is sm_70, built for sm_90")
+    assert result["reason"] == "Old GPU is sm_70, kernels need sm_80"
 
 
 def _has_entry_point():

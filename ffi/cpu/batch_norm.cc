@@ -14,7 +14,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "batch_norm_parse.h"
+#include "batch_norm_call.h"
 #include "bits.h"
 #include "convert.h"
 #include "loops.h"

@@ -1,4 +1,4 @@
-// ReLU on the bits of numbers, and masks of one bit per element (relu_args.h says how they are packed).
+// ReLU on the bits of numbers, and masks of one bit per element (relu_call.h says how they are packed).
 //
 // Sign-magnitude order makes x > 0 an integer comparison, which is exact for subnormals (XLA's threads flush them in
 // float arithmetic).

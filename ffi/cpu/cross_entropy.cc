@@ -12,7 +12,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "cross_entropy_parse.h"
+#include "cross_entropy_call.h"
 #include "parallel.h"
 #include "short_rows.h"
 #include "simd.h"
@@ -485,8 +485,7 @@ Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer lse
                       ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                       int64_t axis, double smoothing) {
   CrossEntropyArgs args;
-  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, labels, a, b, rest, *out, axis, smoothing, &args));
-  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, AccDtype(args.dtype), out->dimensions(), axis, true, &args.lse));
+  JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, lse, labels, a, b, rest, *out, axis, smoothing, &args));
   JAXNORM_CHECK(SuitsBlocks(args));
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     if (args.shape.inner > 1) {

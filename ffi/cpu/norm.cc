@@ -13,7 +13,7 @@
 
 #include "convert.h"
 #include "loops.h"
-#include "norm_parse.h"
+#include "norm_call.h"
 #include "norm_rows.h"
 #include "norm_short.h"
 #include "parallel.h"
@@ -130,7 +130,7 @@ struct Forward {
   }
 };
 
-// Sums over a row, as norm_args.h names them.
+// Sums over a row, as norm_call.h names them.
 template <typename A>
 struct BackwardSums {
   A count = 0, w = 0, product = 0;

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "convert.h"
-#include "norm_args.h"
+#include "norm_call.h"
 #include "simd.h"
 
 namespace jaxnorm {

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "convert.h"
-#include "norm_args.h"
+#include "norm_call.h"
 #include "norm_rows.h"
 #include "short_rows.h"
 #include "simd.h"

@@ -6,7 +6,7 @@
 
 #include "bits.h"
 #include "parallel.h"
-#include "relu_parse.h"
+#include "relu_call.h"
 #include "simd.h"
 
 namespace jaxnorm {

@@ -17,7 +17,7 @@
 
 #include "parallel.h"
 #include "simd.h"
-#include "softmax_parse.h"
+#include "softmax_call.h"
 
 namespace jaxnorm {
 namespace {

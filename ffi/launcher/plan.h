@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "call.h"
+#include "errors.h"
 
 namespace jaxnorm {
 

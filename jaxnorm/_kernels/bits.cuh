@@ -1,5 +1,5 @@
 // One bit per element, of which side of the ReLU it is on, in rows that begin on whole bytes: between flat order and
-// that of rows. The plan makes Rows (jaxnorm/_kernels/batch_norm.py).
+// that of rows. The plan makes Rows (jaxnorm/_kernels/layout.py).
 
 // A byte, in each byte of U: what is done to the bits of one row can be done to those of several at once.
 template <class U>

@@ -206,18 +206,17 @@ def array(pointer: Pointer, stride: int) -> list:
 NO_ARRAY = array(Pointer(None), 0)
 
 
+def bit_rows(columns: int) -> list:
+    """Rows of bits.cuh."""
+    most_near = 1 << 30
+    near = columns if columns <= most_near else most_near + columns % 8
+    return [fast_div(near), fast_div(ceil_div(near, 8)), ("l", columns), ("l", columns - near)]
+
+
 def bits_view(shape: Shape, lines: Lines) -> list:
     """BitsView."""
-    most_near = 1 << 30
-    near = shape.last if shape.last <= most_near else most_near + shape.last % 8
-    rows = [
-        fast_div(near),
-        fast_div(ceil_div(near, 8)),
-        ("l", shape.last),
-        ("l", shape.last - near),
-    ]
     bytes_of = [("l", n // shape.last * shape.bits_columns) for n in (lines.period, lines.size)]
-    return [rows, *bytes_of]
+    return [bit_rows(shape.last), *bytes_of]
 
 
 _MASK_DIMS = 8

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 
-# Dimensions of unlike broadcasting that an operand may have (ffi/call.h: kMaxBroadcastDims).
+# Dimensions of unlike broadcasting that an operand may have (ffi/cpu/call.h: kMaxBroadcastDims).
 _MAX_BROADCAST_DIMS = 8
 
 _MAX_COLUMNS = 2**30

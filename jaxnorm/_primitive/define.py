@@ -1,6 +1,7 @@
 """Primitives, and what their calls are lowered to.
 
-A primitive has one reference formula and, on some platforms, kernels behind an FFI target. Its lowering picks:
+A primitive has one reference formula and, on some platforms, kernels behind an FFI target: one of its own on the CPU,
+the launcher's on GPUs. Its lowering picks:
 
   ====================================================  =========================================
   platform without kernels, or implementation="xla"     the reference formula
@@ -80,9 +81,9 @@ def define_primitive(
     describe: Callable[..., str],
     sharding_rule: Callable[..., SdyShardingRule],
     partition: Callable[..., Partition],
+    plan: Callable[..., Call | None],
     fits: Callable[..., bool] = lambda *avals, **params: True,
     kernel_form: Callable[..., Callable | None] = lambda bind, **params: None,
-    plan: Callable[..., Call | None] | None = None,
     in_place: Callable[..., tuple[int, int] | None] | None = None,
     merged: bool = False,
     merge: Merge | None = None,
@@ -92,20 +93,20 @@ def define_primitive(
     Every part takes the primitive's parameters as keywords; all have `implementation` (None, "kernel", "xla").
 
     Args:
-      name: stem of the primitive's and of the FFI target's name.
+      name: stem of the primitive's name, which is that of the CPU's FFI target.
       abstract: (*avals, **params) -> list of result avals.
       reference: (*operands, **params) -> list of results, in jax.numpy.
-      attributes: (**params) -> attributes of the FFI call.
+      attributes: (**params) -> attributes of the CPU's FFI call.
       describe: (number of operands, **params) -> the public function that binds this, for error messages.
       sharding_rule: (number of devices, operand_shapes, result_shapes, **params) -> which dimensions are the same.
       partition: (operands, results, **params) -> Partition, where both are lists of `_sharding.Tiled`.
+      plan: (operation, operands' avals, results' avals, **params) -> the CUDA call, which the launcher compiles; None
+        where there is none. `operation` is `name`, or what `merge` says. What computes operands that it skips is dead
+        code then, unless something else uses it.
       fits: (*avals, platform, **params) -> whether the platform's kernels take such a call; they must not fail for what
         they cannot do.
       kernel_form: (the primitive's bind, **params) -> a function of the operands with the same results, by a call that
         kernels take; None if they take this one. It runs on a device's blocks.
-      plan: (operation, operands' avals, results' avals, **params) -> the CUDA call, which the launcher compiles; None
-        where there is none. `operation` is `name`, or what `merge` says. What computes operands that it skips is dead
-        code then, unless something else uses it. Without `plan` the CUDA call is an FFI target of its own.
       in_place: (platform, **params) -> positions of an operand and of the result that may take its memory, if there are
         such. The kernels must be right then; whether a call does so, `calls.aliases_of` decides.
       merged: whether a later call may do this one's work, too (that of another primitive with such a `merge`).
@@ -128,11 +129,10 @@ def define_primitive(
     def refusal(ctx, params, platform):
         if params["implementation"] == "xla":
             return "implementation='xla'"
-        planned = plan is not None and platform == "cuda"
-        module = _lib.row_programs() if planned else _lib.module(platform)
-        if not (module.available if planned else name in module.targets):
+        module = _lib.module(platform)
+        if not module.available:
             _lib.warn_fallback(platform, module.reason)
-            return f"platform {platform} ({module.reason or f'built without {name}'})"
+            return f"platform {platform} ({module.reason})"
         if not fits(*ctx.avals_in, platform=platform, **params):
             return "operands of this shape"
         return ""
@@ -142,7 +142,7 @@ def define_primitive(
             return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
         positions = in_place(platform=platform, **params) if in_place else None
         aliases = aliases_of(ctx, operands, positions)
-        if plan is None or platform != "cuda":
+        if platform == "cpu":
             call = Call(primitive.name, attributes(**params))
             return lower_call(ctx, operands, call, aliases)
         if merge and (results := merged_call(ctx, operands, params, merge, plan)):
@@ -272,6 +272,5 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     >>> jax.export.deserialize(exported.serialize()).call(jnp.ones(4)).shape
     (4,)
     """
-    targets = (*(_lib.module(p) for p in _lib.PLATFORMS), _lib.row_programs())
-    names = sorted(set().union(*(m.targets for m in targets)))
+    names = sorted(set().union(*(_lib.module(p).targets for p in _lib.PLATFORMS)))
     return [jax.export.DisabledSafetyCheck.custom_call(_lib.TARGET_PREFIX + n) for n in names]

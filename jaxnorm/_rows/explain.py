@@ -127,7 +127,7 @@ def kernel(
     assert call.plan is not None
     program, plan = simplified(closed), call.plan
     registers = spills = None
-    if _lib.row_programs().available:
+    if _lib.module("cuda").available:
         compiled = launcher.compile(call.source, device.architecture)
         registers = compiled.registers["row_program"]
         spills = compiled.spill_bytes["row_program"]

@@ -1,4 +1,4 @@
-"""Compiles row programs, and says for which GPUs: Python's side of ffi/launcher."""
+"""Compiles CUDA text, and says for which GPUs: Python's side of ffi/launcher."""
 
 import importlib
 import importlib.util
@@ -109,13 +109,13 @@ def no_gpu() -> str:
 
 
 def problem() -> str:
-    """Why row programs do not run on this machine's GPUs, or "". Without a GPU they are compiled for other machines."""
+    """Why no kernel runs on this machine's GPUs, or "". Without a GPU they are compiled for other machines."""
     version, reason = nvrtc()
     if version is None:
         return reason
     for name, architecture, *_ in gpus():
         if architecture < OLDEST:
-            return f"{name} is sm_{architecture}, row programs need sm_{OLDEST}"
+            return f"{name} is sm_{architecture}, kernels need sm_{OLDEST}"
         if not _extension().can_compile_for(architecture):
             return (
                 f"NVRTC {version[0]}.{version[1]} has no code for sm_{architecture}, which {name} is; "

@@ -478,7 +478,7 @@ def compiled_call(closed):
     """What the launcher is told of a program (`call.Call`); None where there is none, after a warning."""
     if _is_empty(closed):
         return None
-    compiler = _lib.row_programs()
+    compiler = _lib.module("cuda")
     if not compiler.available:
         _warn_fallback(compiler.reason)
         return None

@@ -34,8 +34,7 @@ class Finder:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        missing = ["jaxnorm._cuda", "jaxnorm._launcher"]
-        if name in missing or (name == "jaxnorm._cpu" and situation == "missing"):
+        if name == "jaxnorm._launcher" or (name == "jaxnorm._cpu" and situation == "missing"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if name == "jaxnorm._cpu" and situation == "broken":
             raise ImportError("undefined symbol: nothing")
@@ -93,7 +92,7 @@ print(
             "jax": float(jnp.sum(jnp.arange(4.0))),
             "registered": registered,
             "reason": jaxnorm.status().modules[0].reason,
-            "row_programs": jaxnorm.status().row_programs.reason,
+            "cuda": jaxnorm.status().modules[1].reason,
             "repr": repr(jaxnorm.status()),
             "warnings": [(w.category.__name__, str(w.message)) for w in caught],
             "errors": errors,

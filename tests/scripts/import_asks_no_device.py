@@ -1,4 +1,4 @@
-"""`import jaxnorm` with a CUDA module that counts how often it is asked for devices."""
+"""`import jaxnorm` with a launcher that counts how often it is asked for GPUs."""
 
 import importlib.machinery
 import json
@@ -9,14 +9,16 @@ import types
 import jax
 
 asked = []
-fake = types.ModuleType("jaxnorm._cuda")
-fake.CUDART_VERSION, fake.ARCHITECTURES = 13000, "90"
-fake.targets = lambda: {"something": None}
-fake.devices = lambda: (asked.append(1), ([("Old GPU", 7, 0)], ""))[1]
+fake = types.ModuleType("jaxnorm._launcher")
+fake.types = dict
+fake.targets = lambda: {"launch": None}
+fake.configure = lambda *_: None
+fake.compiler = lambda: (13, 0, "libnvrtc.so.13", "", "")
+fake.gpus = lambda: (asked.append(1), ([("Old GPU", 70, 80, 96 << 10, 6 << 20)], ""))[1]
 
 
 class Finder:
-    """Answers for the compiled CUDA module before the real one is looked for."""
+    """Answers for the launcher before the real one is looked for."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

@@ -1,6 +1,6 @@
 // From XLA's buffers to what kernels see, with the checks that make a malformed call an error instead of a wrong address.
-#ifndef JAXNORM_BUFFERS_H_
-#define JAXNORM_BUFFERS_H_
+#ifndef JAXNORM_CPU_BUFFERS_H_
+#define JAXNORM_CPU_BUFFERS_H_
 
 #include <cstdint>
 #include <limits>
@@ -13,18 +13,6 @@ namespace jaxnorm {
 using Dims = ffi::AnyBuffer::Dimensions;
 
 inline DataType TypeOf(const ffi::AnyBuffer& buffer) { return static_cast<DataType>(buffer.element_type()); }
-
-// What Python adds to a call's results for CUDA. Where results vary in number it comes last, behind `results` of them.
-inline Scratch ScratchOf(ffi::AnyBuffer buffer) {
-  return {buffer.untyped_data(), static_cast<int64_t>(buffer.size_bytes())};
-}
-inline Error LastScratch(const ffi::RemainingRets& remaining, size_t results, Scratch* out) {
-  JAXNORM_CHECK(remaining.size() == results + 1);
-  auto buffer = remaining.get<ffi::AnyBuffer>(results);
-  if (buffer.has_error()) return FromFfi(buffer.error());
-  *out = ScratchOf(**buffer);
-  return Error::Success();
-}
 
 inline bool SameDims(Dims a, Dims b) {
   if (a.size() != b.size()) return false;
@@ -97,4 +85,4 @@ inline Error MakeOperand(ffi::AnyBuffer buffer, DataType dtype, Dims full, int64
 
 }  // namespace jaxnorm
 
-#endif  // JAXNORM_BUFFERS_H_
+#endif  // JAXNORM_CPU_BUFFERS_H_

@@ -1,48 +1,12 @@
-// What kernels are told of a call. No header of XLA's is here: those take longer to compile than most kernels, of which nvcc
-// reads each three times.
-#ifndef JAXNORM_CALL_H_
-#define JAXNORM_CALL_H_
+// What kernels are told of a call.
+#ifndef JAXNORM_CPU_CALL_H_
+#define JAXNORM_CPU_CALL_H_
 
 #include <cstdint>
-#include <string>
-#include <utility>
 
-#include "xla/ffi/api/c_api.h"  // plain C
-
-// Returns an Error naming the expression that failed. Python checks the same things first, with friendlier words;
-// this guards deserialised programs and direct ffi_call users.
-#define JAXNORM_CHECK(condition)                                                                                     \
-  do {                                                                                                               \
-    if (!(condition)) {                                                                                              \
-      return ::jaxnorm::Error::InvalidArgument(std::string("jaxnorm: ") + __func__ + ": check failed: " #condition); \
-    }                                                                                                                \
-  } while (false)
-
-#define JAXNORM_RETURN_IF_ERROR(expression)                                      \
-  do {                                                                           \
-    if (::jaxnorm::Error error_ = (expression); error_.failure()) return error_; \
-  } while (false)
+#include "errors.h"
 
 namespace jaxnorm {
-
-// What a handler returns. registry.h turns it into XLA's.
-class Error {
- public:
-  Error(XLA_FFI_Error_Code code, std::string message) : code_(code), message_(std::move(message)) {}
-  static Error Success() { return Error(XLA_FFI_Error_Code_OK, std::string()); }
-  static Error InvalidArgument(std::string message) {
-    return Error(XLA_FFI_Error_Code_INVALID_ARGUMENT, std::move(message));
-  }
-  static Error Internal(std::string message) { return Error(XLA_FFI_Error_Code_INTERNAL, std::move(message)); }
-
-  bool failure() const { return code_ != XLA_FFI_Error_Code_OK; }
-  XLA_FFI_Error_Code code() const { return code_; }
-  const std::string& message() const { return message_; }
-
- private:
-  XLA_FFI_Error_Code code_;
-  std::string message_;
-};
 
 // Those that calls have, numbered as XLA does; an operand may come with another one, which then fits no check.
 enum class DataType : uint8_t {
@@ -111,12 +75,6 @@ struct Operand {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// Memory for a call's own use, which Python gives it as a result that nobody sees.
-struct Scratch {
-  void* data = nullptr;
-  int64_t bytes = 0;
-};
-
 }  // namespace jaxnorm
 
-#endif  // JAXNORM_CALL_H_
+#endif  // JAXNORM_CPU_CALL_H_

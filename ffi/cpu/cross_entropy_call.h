@@ -1,11 +1,33 @@
-// Decodes and checks the cross-entropy calls, once for both platforms.
-#ifndef JAXNORM_CROSS_ENTROPY_PARSE_H_
-#define JAXNORM_CROSS_ENTROPY_PARSE_H_
+// The cross-entropy calls: what they compute, and what kernels are told of them.
+//
+// With p = softmax(x) along `axis` over the classes that `where` keeps, n their number, and
+// q = (1 - smoothing) * onehot(label) + smoothing / n,
+//
+// jaxnorm_cross_entropy_fwd: operands x, labels, [where]; results nll = lse - sum(q * x) and lse = log(sum(e^x)).
+//   A row whose label is not a class has a NaN for nll.
+// jaxnorm_cross_entropy_bwd: operands x, lse, labels, a, b, [where]; result a * p - b * q with p = e^(x - lse).
+//   Masked elements, and rows whose label is not a class, are exactly 0 whatever the operands hold there.
+//
+// labels are int32; lse, nll, a and b are float32 (float64 for float64). All of them, which are numbers per row, have
+// size 1 along `axis`.
+#ifndef JAXNORM_CPU_CROSS_ENTROPY_CALL_H_
+#define JAXNORM_CPU_CROSS_ENTROPY_CALL_H_
 
 #include "buffers.h"
-#include "cross_entropy_args.h"
 
 namespace jaxnorm {
+
+struct CrossEntropyArgs {
+  DataType dtype;
+  AxisShape shape;
+  Operand x, lse, labels, a, b, where;
+  void* nll = nullptr;      // forward
+  void* lse_out = nullptr;  // forward
+  void* out = nullptr;      // backward
+  double smoothing = 0;
+};
+
+// ---- decoding and checks ----
 
 // A full or broadcast operand; one of numbers per row has size 1 along `axis`.
 inline Error CrossEntropyOperand(ffi::AnyBuffer buffer, DataType dtype, Dims full, int64_t axis, bool per_row,
@@ -48,10 +70,9 @@ inline Error ParseCrossEntropyFwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::
   return CrossEntropyWhere(rest, full, axis, &args->where);
 }
 
-// All but lse, which not every kernel takes.
-inline Error ParseCrossEntropyBwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::AnyBuffer a, ffi::AnyBuffer b,
-                                  ffi::RemainingArgs rest, ffi::AnyBuffer out, int64_t axis, double smoothing,
-                                  CrossEntropyArgs* args) {
+inline Error ParseCrossEntropyBwd(ffi::AnyBuffer x, ffi::AnyBuffer lse, ffi::AnyBuffer labels, ffi::AnyBuffer a,
+                                  ffi::AnyBuffer b, ffi::RemainingArgs rest, ffi::AnyBuffer out, int64_t axis,
+                                  double smoothing, CrossEntropyArgs* args) {
   args->dtype = TypeOf(x);
   const DataType acc = AccDtype(args->dtype);
   JAXNORM_CHECK(TypeOf(out) == args->dtype);
@@ -61,6 +82,7 @@ inline Error ParseCrossEntropyBwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::
   args->out = out.untyped_data();
   args->smoothing = smoothing;
   JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(x, args->dtype, full, axis, false, &args->x));
+  JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(lse, acc, full, axis, true, &args->lse));
   JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(labels, DataType::kS32, full, axis, true, &args->labels));
   JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(a, acc, full, axis, true, &args->a));
   JAXNORM_RETURN_IF_ERROR(CrossEntropyOperand(b, acc, full, axis, true, &args->b));
@@ -69,4 +91,4 @@ inline Error ParseCrossEntropyBwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::
 
 }  // namespace jaxnorm
 
-#endif  // JAXNORM_CROSS_ENTROPY_PARSE_H_
+#endif  // JAXNORM_CPU_CROSS_ENTROPY_CALL_H_

@@ -1,11 +1,11 @@
 // Every source file that defines an XLA FFI handler announces it here; module.cc hands the list to Python.
 // A new operation therefore touches no table.
-#ifndef JAXNORM_REGISTRY_H_
-#define JAXNORM_REGISTRY_H_
+#ifndef JAXNORM_CPU_REGISTRY_H_
+#define JAXNORM_CPU_REGISTRY_H_
 
 #include <vector>
 
-#include "call.h"
+#include "errors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxnorm {
@@ -50,4 +50,4 @@ struct Adapter<kHandler> {
   XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxnorm_##name, ::jaxnorm::Adapter<function>::Run, __VA_ARGS__); \
   static const bool registered_##name = ::jaxnorm::Register(#name, jaxnorm_##name)
 
-#endif  // JAXNORM_REGISTRY_H_
+#endif  // JAXNORM_CPU_REGISTRY_H_

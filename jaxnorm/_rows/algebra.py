@@ -3,7 +3,7 @@
 import functools
 import math
 
-from jaxnorm._rows.graph import AS_ELEMENT, Graph, Node, is_literal
+from jaxnorm._rows.graph import AS_ELEMENT, FLOAT, Graph, Node, is_literal
 from jaxnorm._rows.rules import Program
 
 # Rows of so many bytes and more are read once where a maximum and a sum of exponentials can be one pass. In shorter
@@ -118,7 +118,7 @@ def _one_pass(program: Program) -> Program:
     graph = program.graph
 
     def rule(node, args):
-        if node.op == "reduce" and node.attr == ("sum",) and node.level == 2 and node.floating:
+        if node.op == "reduce" and node.attr == ("sum",) and node.level == 2 and node.dtype == FLOAT:
             products = [_products(graph, a) for a in node.args]
             if None not in products:
                 return _sums_below_max(

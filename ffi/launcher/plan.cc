@@ -197,6 +197,11 @@ Error CheckBuffers(const Plan& plan, const Buffers& buffers) {
       if (word.kind == Word::kBuffer) JAXNORM_RETURN_IF_ERROR(CheckBuffer(plan, word.value, buffers));
     }
   }
+  for (int i = 0; i < buffers.size; ++i) {
+    if (buffers[i].bytes > 0 && reinterpret_cast<uintptr_t>(buffers[i].data) % kBufferAlignment != 0) {
+      return plan.Invalid("buffer " + Text(i) + " must begin on a multiple of " + Text(kBufferAlignment) + " bytes");
+    }
+  }
   if (plan.buffer_bytes.empty()) return Error::Success();
   if (static_cast<int64_t>(plan.buffer_bytes.size()) != buffers.size) {
     return plan.Invalid("the call has " + Text(buffers.size) + " buffers, its plan is for " +
@@ -206,9 +211,6 @@ Error CheckBuffers(const Plan& plan, const Buffers& buffers) {
     if (buffers[i].bytes != plan.buffer_bytes[i]) {
       return plan.Invalid("buffer " + Text(i) + " has " + Text(buffers[i].bytes) + " bytes, its plan is for " +
                           Text(plan.buffer_bytes[i]));
-    }
-    if (reinterpret_cast<uintptr_t>(buffers[i].data) % kBufferAlignment != 0) {
-      return plan.Invalid("buffer " + Text(i) + " must begin on a multiple of " + Text(kBufferAlignment) + " bytes");
     }
   }
   return Error::Success();

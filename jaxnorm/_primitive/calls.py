@@ -9,6 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from jaxnorm import _launch
 
 # Dimensions of unlike broadcasting that an operand may have (ffi/cpu/call.h: kMaxBroadcastDims).
 _MAX_BROADCAST_DIMS = 8
@@ -75,8 +79,40 @@ def lower_call(ctx, operands, call: Call, aliases: dict[int, int] | None = None)
     ctx = ctx.replace(
         avals_in=[ctx.avals_in[i] for i in taken], avals_out=[*ctx.avals_out, *scratch]
     )
+    given = [operands[i] for i in taken]
+    if call.target == _launch.TARGET:
+        given = apart(given)
     lower = jax.ffi.ffi_lowering(call.target, operand_output_aliases=aliases or {})
-    return lower(ctx, *(operands[i] for i in taken), **call.attributes)[:results]
+    return lower(ctx, *given, **call.attributes)[:results]
+
+
+def apart(values) -> list:
+    """The same arrays, which XLA may not let a call read or write as slices of others, where they lie in those.
+
+    Kernels need addresses that are multiples of 16 bytes, which XLA does not promise of slices.
+    """
+    return list(stablehlo.OptimizationBarrierOp(values).results) if values else []
+
+
+def results_apart(values, avals) -> list:
+    """`apart` of those results that would not lie on multiples of 16 bytes, were they rows of a larger array."""
+    unlike = [i for i, aval in enumerate(avals) if not _whole_units(aval)]
+    found = dict(zip(unlike, apart([values[i] for i in unlike]), strict=True))
+    return [found.get(i, value) for i, value in enumerate(values)]
+
+
+def _whole_units(aval) -> bool:
+    last = aval.shape[-1] if aval.shape else 1
+    return isinstance(last, int) and last * aval.dtype.itemsize % 16 == 0
+
+
+def origin(value):
+    """What `apart` was given for a value."""
+    owner = value.owner  # an argument belongs to a block, which has no name
+    while getattr(owner, "name", "") == "stablehlo.optimization_barrier":
+        value = owner.operands[ir.OpResult(value).result_number]
+        owner = value.owner
+    return value
 
 
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")

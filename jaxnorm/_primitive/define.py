@@ -23,7 +23,7 @@ from jax.interpreters import mlir, xla
 from jax.interpreters import partial_eval as pe
 
 from jaxnorm import _lib
-from jaxnorm._primitive.calls import Call, aliases_of, lower_call
+from jaxnorm._primitive.calls import Call, aliases_of, lower_call, results_apart
 from jaxnorm._primitive.merge import Merge, merged_call, placeholders
 from jaxnorm._primitive.partition import (
     ONE_DEVICE,
@@ -151,7 +151,7 @@ def define_primitive(
         if call is None:
             return lower_formula(ctx, operands, params, "operands of this shape")
         results = lower_call(ctx, operands, call, aliases)
-        return placeholders(results) if merged else results
+        return placeholders(results) if merged else results_apart(results, ctx.avals_out)
 
     _register(
         primitive,
@@ -198,7 +198,7 @@ def define_compiled(
 
     def lower_kernel(ctx, operands, params, platform):
         compiled = call(*ctx.avals_in, **params) if platform == "cuda" else None
-        return compiled and lower_call(ctx, operands, compiled)
+        return compiled and results_apart(lower_call(ctx, operands, compiled), ctx.avals_out)
 
     _register(
         primitive,

@@ -8,7 +8,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from jaxnorm import _launch
-from jaxnorm._primitive.calls import lower_call
+from jaxnorm._primitive.calls import lower_call, origin
 from jaxnorm._primitive.named import by_name
 
 
@@ -52,7 +52,7 @@ def merged_call(ctx, operands, params, merge, plan):
         return None
     shared = [given[n] for n in merge.shared if n in given]
     first = _call_behind([given[n] for n in merge.passed], merge.first)
-    if first is None or list(first.operands) != shared:
+    if first is None or [origin(o) for o in first.operands] != [origin(s) for s in shared]:
         return None
     names = tuple(n for n in params["names"] if n not in merge.passed)
     results = tuple(n for n in merge.order if n in (*merge.passed, *params["results"]))

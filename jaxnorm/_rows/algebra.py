@@ -118,7 +118,12 @@ def _one_pass(program: Program) -> Program:
     graph = program.graph
 
     def rule(node, args):
-        if node.op == "reduce" and node.attr == ("sum",) and node.level == 2 and node.dtype == FLOAT:
+        if (
+            node.op == "reduce"
+            and node.attr == ("sum",)
+            and node.level == 2
+            and node.dtype == FLOAT
+        ):
             products = [_products(graph, a) for a in node.args]
             if None not in products:
                 return _sums_below_max(

@@ -153,7 +153,9 @@ def _maximum(node) -> Node | None:
 
 def _maximum_below(exponential) -> Node:
     """The maximum that exp(x - maximum) is below."""
-    return _maximum(exponential.args[0].args[1])
+    maximum = _maximum(exponential.args[0].args[1])
+    assert maximum is not None
+    return maximum
 
 
 def _products(graph: Graph, node: Node):

@@ -4,6 +4,7 @@ A slot is one column of a thread's rows: one load and one store for all of them,
 """
 
 import contextlib
+import functools
 
 from jaxnorm._rows.emit import Emitter
 from jaxnorm._rows.expressions import c_type, element, words_of
@@ -128,7 +129,7 @@ class StridedEmitter(Emitter):
     def _slot_words(self, load, u, loaded):
         super()._slot_words(load, 0, loaded)
 
-    @property
+    @functools.cached_property
     def ahead(self) -> frozenset[Node]:
         return frozenset()  # one load has the numbers of neighbouring rows
 

@@ -18,7 +18,7 @@ from jaxnorm import _batch_norm_primitives as primitives
 from jaxnorm._kernels import batch_norm, layout
 from jaxnorm._kernels.plan import Plan
 from jaxnorm._rows import launcher
-from jaxnorm._rows.schedule import DEVICES
+from jaxnorm._rows.plan import DEVICES
 
 H100 = DEVICES[90]
 needs_nvrtc = pytest.mark.skipif(launcher.nvrtc()[0] is None, reason="NVRTC is not installed")

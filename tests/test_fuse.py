@@ -26,8 +26,8 @@ import jaxnorm
 from jaxnorm._rows import primitive, save
 from jaxnorm._rows.call import row_call
 from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.plan import DEVICES
 from jaxnorm._rows.rules import program_of
-from jaxnorm._rows.schedule import DEVICES
 
 PROGRAM, TANGENT = "jaxnorm_row_program", "jaxnorm_row_tangent"
 # On a GPU: a derivative, or one under vmap, may be no row program, which is said.

@@ -25,7 +25,8 @@ import jaxnorm
 from bench import row_programs
 from jaxnorm._rows import launcher, primitive
 from jaxnorm._rows.call import row_call, simplified
-from jaxnorm._rows.schedule import DEVICES, Device, schedule
+from jaxnorm._rows.plan import DEVICES, Device
+from jaxnorm._rows.schedule import schedule
 
 pytestmark = pytest.mark.gpu
 

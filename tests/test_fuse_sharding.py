@@ -26,7 +26,7 @@ from jaxnorm._primitive.programs import run_program
 from jaxnorm._rows import local, primitive
 from jaxnorm._rows.call import row_call
 from jaxnorm._rows.equations import flatten
-from jaxnorm._rows.schedule import DEVICES
+from jaxnorm._rows.plan import DEVICES
 from jaxnorm._sharding import DEVICES as AXIS
 from jaxnorm._sharding import Blocks, Tiled
 

@@ -15,7 +15,7 @@ from suite import rand
 import jaxnorm
 from jaxnorm._kernels import relu
 from jaxnorm._rows import launcher
-from jaxnorm._rows.schedule import DEVICES
+from jaxnorm._rows.plan import DEVICES
 
 needs_nvrtc = pytest.mark.skipif(launcher.nvrtc()[0] is None, reason="NVRTC is not installed")
 needs_emulator = pytest.mark.skipif(not row_emulator.supported(), reason="needs g++ on Linux")

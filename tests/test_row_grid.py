@@ -13,7 +13,8 @@ from test_row_plans import line
 import jaxnorm
 from jaxnorm._rows import launcher, tune
 from jaxnorm._rows.call import SPILLS, row_call, simplified
-from jaxnorm._rows.schedule import DEVICES, Device, schedule
+from jaxnorm._rows.plan import DEVICES, Device
+from jaxnorm._rows.schedule import schedule
 
 H100 = DEVICES[90]
 # Few multiprocessors, so that the emulator has few blocks.

@@ -10,7 +10,8 @@ import row_emulator
 
 from bench import row_programs
 from jaxnorm._rows.call import row_call, simplified
-from jaxnorm._rows.schedule import DEVICES, schedule
+from jaxnorm._rows.plan import DEVICES
+from jaxnorm._rows.schedule import schedule
 
 H100 = DEVICES[90]
 # Few rows are long enough for these by themselves, so that they are asked for.

@@ -12,8 +12,9 @@ import jaxnorm
 from jaxnorm._rows.bits import unpack
 from jaxnorm._rows.call import row_call, simplified
 from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.plan import DEVICES
 from jaxnorm._rows.rules import RULES, STORED, program_of
-from jaxnorm._rows.schedule import DEVICES, schedule
+from jaxnorm._rows.schedule import schedule
 
 emulated = pytest.mark.skipif(not row_emulator.supported(), reason="needs g++ on Linux")
 

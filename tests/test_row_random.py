@@ -21,7 +21,9 @@ from jaxnorm._primitive.programs import closed_of
 from jaxnorm._rows import primitive
 from jaxnorm._rows.call import row_call, simplified
 from jaxnorm._rows.equations import NotARowProgram
-from jaxnorm._rows.schedule import DEVICES, part_slots, schedule, slot_count
+from jaxnorm._rows.plan import DEVICES
+from jaxnorm._rows.schedule import schedule
+from jaxnorm._rows.shared_memory import part_slots, slot_count
 
 pytestmark = pytest.mark.skipif(not row_emulator.supported(), reason="needs g++ on Linux")
 

@@ -15,8 +15,9 @@ import jaxnorm
 from jaxnorm._rows import launcher, tune
 from jaxnorm._rows.call import SPILLS, compiled_row_call, row_call, simplified
 from jaxnorm._rows.equations import NotARowProgram, flatten
+from jaxnorm._rows.plan import DEVICES
 from jaxnorm._rows.rules import program_of
-from jaxnorm._rows.schedule import DEVICES, schedule
+from jaxnorm._rows.schedule import schedule
 from jaxnorm._rows.schedule_strided import apart, rows_of_a_vector
 from jaxnorm._rows.view import Layout, View
 

@@ -25,7 +25,7 @@ from jaxnorm._kernels.layout import (
 from jaxnorm._kernels.operands import MAX_ROUNDS, NO_BITS, RAGGED_BITS, Call, Round, rounds
 from jaxnorm._kernels.plan import Part, Plan, join
 from jaxnorm._launch import Launch, Pointer, packed, size_of
-from jaxnorm._rows.schedule import Device
+from jaxnorm._rows.plan import Device
 
 READ_ALL, READ_MASKED, READ_KEEP_END = range(3)
 NEED_BIAS, NEED_BOTH, NEED_STORE = range(3)

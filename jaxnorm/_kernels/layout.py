@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from jaxnorm._launch import Pointer
-from jaxnorm._rows.schedule import Device
+from jaxnorm._rows.plan import Device
 
 INT_MAX = 2**31 - 1
 COLUMNS = 8  # of one thread

@@ -15,7 +15,7 @@ from jaxnorm._kernels.layout import (
     fast_div,
 )
 from jaxnorm._launch import Pointer
-from jaxnorm._rows.schedule import Device
+from jaxnorm._rows.plan import Device
 
 _WARP = 32
 _THREADS = 512

@@ -21,10 +21,8 @@ from jaxnorm._rows.expressions import (
     identity,
 )
 from jaxnorm._rows.graph import Node
+from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Program, compute_dtype
-from jaxnorm._rows.schedule import (
-    Plan,
-)
 from jaxnorm._rows.text import product
 
 

@@ -18,9 +18,10 @@ from jaxnorm._rows.emit_reductions import Reductions
 from jaxnorm._rows.emit_sums import Sums, nodes_behind_sums
 from jaxnorm._rows.expressions import accumulator, c_type, expression, words_of
 from jaxnorm._rows.graph import BOOL
+from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Program, compute_dtype
-from jaxnorm._rows.schedule import Plan, exchanged_words, grid_memory, row_loads
 from jaxnorm._rows.schedule_grid import POST_WORDS, posts_of_row, sums_end_here
+from jaxnorm._rows.shared_memory import exchanged_words, grid_memory, row_loads
 
 
 class Grid(Sums, Reductions):

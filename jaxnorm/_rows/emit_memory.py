@@ -13,10 +13,10 @@ from jaxnorm._rows.expressions import (
     words_of,
 )
 from jaxnorm._rows.graph import BOOL, Node
+from jaxnorm._rows.phases import Phases
+from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Input, Output, Program
-from jaxnorm._rows.schedule import (
-    Phases,
-    Plan,
+from jaxnorm._rows.shared_memory import (
     hoisted_inputs,
     hoisted_layout,
     in_row_order,

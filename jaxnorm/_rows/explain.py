@@ -11,8 +11,9 @@ from jaxnorm._primitive.programs import open_jaxpr
 from jaxnorm._rows import launcher
 from jaxnorm._rows.call import Call, simplified
 from jaxnorm._rows.emit import preamble
+from jaxnorm._rows.phases import Phases
+from jaxnorm._rows.plan import Device, Plan
 from jaxnorm._rows.rules import Program
-from jaxnorm._rows.schedule import Device, Phases, Plan
 
 # Bytes per second of a GPU's memory, by words of its name; the first that it has.
 MEMORY_RATES = {

@@ -1,63 +1,26 @@
-"""Which threads do what, as data: a `Plan` for a program on a device. Nothing here needs a GPU.
-
-A row is cut into *slots*, vectors of `vector` columns that a thread loads at once. `lanes` threads share a row, each
-with `slots` of it; a block holds several rows if lanes are few, a cluster of blocks holds one if they are not enough.
-A row's data stay on chip between the phases of a program, which the row's reductions separate:
-
-  registers   each thread loads its slots once (one tile of rows a block, or persistent blocks)
-  ring        bulk copies fill stages of shared memory ahead of persistent blocks. A stage has a tile of rows, or part
-              of one where rows are long: while one row is worked on, parts of the next one take the place of parts
-              that its last phase has read
-  stream      rows too long for the chip: each phase reads them again, which costs nothing where there is one phase
-
-Few rows that are very long are shared by blocks anywhere in the grid (`schedule_grid`).
-"""
+"""The choice of a schedule: which threads do what. Its rules follow measurements (docs/experiments/row-programs.md)."""
 
 import dataclasses
 import functools
 import math
 
-from jaxnorm._rows.graph import BOOL, Node
+from jaxnorm._rows.graph import BOOL
+from jaxnorm._rows.phases import Phases
+from jaxnorm._rows.plan import THREADS_MAX, Device, Plan
 from jaxnorm._rows.rules import Program
-from jaxnorm._rows.schedule_grid import GridMemory, GridShape, grid_shape, part_of_grid
+from jaxnorm._rows.schedule_grid import GridShape, grid_shape
+from jaxnorm._rows.shared_memory import (
+    exchanged_words,
+    hoisted_layout,
+    in_row_order,
+    round_up,
+    row_loads,
+    shared_bytes,
+    slots_of,
+    slots_of_line,
+    stage_bytes,
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a schedule must know of a GPU.
-
-    Attributes:
-      architecture: XY of sm_XY.
-      multiprocessors: how many it has.
-      shared_bytes: of shared memory that one block may have. A multiprocessor has 1024 more.
-      name: for people.
-      l2_bytes: of the L2 cache.
-    """
-
-    architecture: int = 90
-    multiprocessors: int = 132
-    shared_bytes: int = 227 * 1024
-    name: str = "H100"
-    l2_bytes: int = 50 << 20
-
-    @property
-    def clusters(self) -> bool:
-        """Whether it has clusters and bulk copies."""
-        return self.architecture >= 90
-
-
-DEVICES = {
-    80: Device(80, 108, 163 * 1024, "A100", 40 << 20),
-    90: Device(),
-    100: Device(100, 148, 227 * 1024, "B200", 126 << 20),
-    120: Device(120, 170, 99 * 1024, "RTX 5090", 96 << 20),
-}
-
-THREADS_MAX = 1024
-LINE = 128  # bytes of a cache line
-ROW_LOADS = 1024  # rows whose labels, statistics and the like fit in shared memory
-REGISTERS = 65536  # of a multiprocessor
-REGISTERS_MAX = 255  # of a thread
 # Registers of addresses, loop counters and intermediate results, besides what is held.
 REGISTERS_OTHER = 34
 # Where nothing is summed over rows, rows whose arrays have more bytes are fetched ahead: registers hold too few rows.
@@ -71,199 +34,6 @@ PARTS_FILL = 0.68
 SLOT_ELEMENTS = 40
 # So many instructions for each byte from or to memory cost no time: nothing needs to be kept from phase to phase.
 FREE_INSTRUCTIONS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A schedule.
-
-    Attributes:
-      source: where a row's data stay: "registers", "ring" or "stream".
-      vector: columns of a slot.
-      lanes: threads that share a row, or a block's part of it.
-      slots: slots of a row that a thread works on at once.
-      rounds: how often it does so for a row; above 1 in "stream", and in a ring whose stages have parts of rows.
-      threads: of a block.
-      cluster: blocks that share a row.
-      rows_at_once: rows that a group of `lanes` threads works on at once, so that they share column operands.
-      passes: how often a group does so for a tile.
-      stages: of the ring.
-      blocks: for which a multiprocessor must have registers.
-      persistent: whether blocks go from tile to tile, which sums over rows need.
-      hoist: where column operands stay from row to row: in "registers", in "shared" memory, of which each thread reads
-        what it has written itself, or "" if each row reads them again.
-      hold_shared: whether each phase reads a ring's stage again, instead of holding it in registers.
-      keep: numbers of the nodes whose values stay in registers from phase to phase; others are computed again.
-      shifted: whether slots lie on the grid of the vectors in memory instead of beginning with the row: rows whose
-        length is no multiple of the vector then still have aligned vectors.
-      grid: how many times `cluster` blocks, which need not be a cluster, share rows and exchange what they have of them
-        through global memory; 0 where no blocks do. All blocks of the grid run at once. `threads` are `lanes` and the
-        warps of the exchange.
-      lag: of a grid, rows between the one that is in a phase and the one that is in the next phase.
-      exchangers: of a grid, warps for each exchange of a row.
-      side: threads of a warp that have rows next to each other, where rows lie side by side (`schedule_strided`);
-        otherwise 0.
-    """
-
-    source: str
-    vector: int
-    lanes: int
-    slots: int
-    rounds: int
-    threads: int
-    cluster: int
-    rows_at_once: int
-    passes: int
-    stages: int
-    blocks: int
-    persistent: bool
-    hoist: str
-    hold_shared: bool
-    keep: frozenset
-    shifted: bool
-    side: int = 0
-    grid: int = 0
-    lag: int = 0
-    exchangers: int = 0
-
-    @property
-    def clustered(self) -> bool:
-        """Whether the blocks that share a row are a cluster."""
-        return self.cluster > 1 and not self.grid
-
-    @property
-    def groups(self) -> int:
-        """Groups of lanes in a block, each with rows of its own."""
-        return (
-            self.threads // self.lanes if (self.lanes <= 32 and not self.grid) or self.side else 1
-        )
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block that share a row."""
-        return max(1, self.lanes * max(1, self.side) // 32)
-
-    @property
-    def parts(self) -> bool:
-        """Whether a ring's stages have parts of rows, one for each round."""
-        return self.source == "ring" and self.rounds > 1
-
-    @property
-    def rows_per_tile(self) -> int:
-        return self.groups * self.rows_at_once * self.passes
-
-    @property
-    def registers(self) -> int:
-        """That a thread may have."""
-        return min(REGISTERS_MAX, REGISTERS // (self.threads * self.blocks) // 8 * 8)
-
-    def __str__(self) -> str:
-        blocks = (
-            f"{self.grid} times {self.cluster}" if self.grid else f"a cluster of {self.cluster}"
-        )
-        row = f"{blocks} blocks" if self.cluster > 1 else f"{self.lanes} threads"
-        stages = f"{self.stages} stages" + (f" for {self.rounds} parts a row" if self.parts else "")
-        held = {"ring": f"a ring of {stages}", "stream": "rows read in each phase"}.get(
-            self.source, self.source
-        )
-        return (
-            f"{row} a row, {self.slots} x {self.vector} columns a thread, {self.rows_per_tile} rows a tile, "
-            f"{self.threads} threads a block, {self.blocks} blocks a multiprocessor, {held}"
-            f"{f', {self.side} threads side by side' if self.side else ''}"
-            f"{', persistent' if self.persistent else ''}{', shifted' if self.shifted else ''}"
-        )
-
-
-class Phases:
-    """What a program computes between its row reductions.
-
-    Attributes:
-      order: all nodes that are needed, arguments first.
-      reductions: for each phase, the reductions that end it.
-      row_sums: the sums over rows.
-      targets: for each phase, the nodes whose elements it must have.
-    """
-
-    def __init__(self, program: Program):
-        self.program = program
-        self.order = _in_order([n for o in program.outputs for n in o.nodes])
-        reductions = [n for n in self.order if n.op == "reduce"]
-        self.row_sums = [n for n in self.order if n.op == "row_sum"]
-        #: how many leading row dimensions make groups, whose sums over rows stay apart
-        self.group_dims = len(max((n.attr[0] for n in self.row_sums), key=len, default=()))
-        levels = max((n.level for n in reductions), default=0)
-        self.reductions = [[n for n in reductions if n.level == p + 1] for p in range(levels)] + [
-            []
-        ]
-        self.targets = [[x for n in phase for x in n.args] for phase in self.reductions]
-        self.wholes = [o for o in program.outputs if o.layout.columns is not None and not o.after]
-        self.targets[-1] += [n for o in self.wholes for n in o.nodes]
-        self.targets[-1] += [x for n in self.row_sums for x in n.args]
-
-    @property
-    def count(self) -> int:
-        return len(self.targets)
-
-    @functools.cached_property
-    def cost(self) -> float:
-        """Instructions for an element if nothing is computed twice."""
-        return sum(n.cost for n in self.order if n.column)
-
-    @property
-    def loads(self) -> list[tuple[int, int, bool]]:
-        """What has columns and is loaded: (number of an input, panel, whether backwards)."""
-        return sorted({n.attr for n in self.order if n.op == "input" and n.column})
-
-    def inputs(self, whole: bool) -> list[int]:
-        """Numbers of the inputs that have columns: the ones with all rows, or the ones without."""
-        inputs = self.program.inputs
-        numbers = {n.attr[0] for n in self.order if n.op == "input"}
-        return sorted(
-            n for n in numbers if inputs[n].layout.columns is not None and inputs[n].whole == whole
-        )
-
-    def evaluated(self, keep) -> list[dict[Node, bool]]:
-        """For each phase, the nodes that it needs, and whether each comes from registers."""
-        first: dict[int, int] = {}
-        phases = []
-        for phase, targets in enumerate(self.targets):
-            found: dict[Node, bool] = {}
-            stack = [t for t in targets if t.column]
-            while stack:
-                node = stack.pop()
-                if node in found:
-                    continue
-                found[node] = node.number in keep and node.number in first
-                if not found[node]:
-                    stack += [a for a in node.args if a.column]
-            for node, loaded in found.items():
-                if node.number in keep and not loaded:
-                    first.setdefault(node.number, phase)
-            phases.append(found)
-        return phases
-
-
-def _in_order(roots) -> list[Node]:
-    found: dict[int, Node] = {}
-
-    def visit(node):
-        if node.number not in found:
-            for other in (*node.args, *attr_nodes(node)):
-                visit(other)
-            found[node.number] = node
-
-    for root in roots:
-        visit(root)
-    return list(found.values())
-
-
-def attr_nodes(node) -> list[Node]:
-    """Nodes that a node refers to besides its arguments."""
-    attr = node.attr if isinstance(node.attr, tuple) else (node.attr,)
-    return [a for a in attr if isinstance(a, Node)]
-
-
-# ---- the choice ----
 
 
 def schedule(program: Program, device: Device, **asked) -> Plan:
@@ -559,7 +329,7 @@ class _Scheduler:
         rows = 1 if shifted else self.asked.get("rows_at_once") or (2 if several else 1)
         cluster = self.asked.get("cluster") or cluster_of(rows)
         part = -(-count // cluster)
-        lanes = min(self.asked.get("lanes", THREADS_MAX), _round_up(part, 32))
+        lanes = min(self.asked.get("lanes", THREADS_MAX), round_up(part, 32))
         # At least two parts a row, so that one is fetched while another one is read.
         most_slots = max(1, min(16 // (self.panels * vector), part // (2 * lanes)))
         slots = self.asked.get("slots") or most_slots
@@ -654,7 +424,7 @@ class _Scheduler:
         if not self.wholes and not self.phases.wholes and self.program.width == 1:
             return 1
         if source == "stream":
-            return min(512, max(32, _round_up(part, 32)))
+            return min(512, max(32, round_up(part, 32)))
         wanted = self._elements(source, cluster, vector, shifted)
         in_warp = 16 if self.sums or self.columns else 32
         if part * elements <= 32 * in_warp:
@@ -678,11 +448,11 @@ class _Scheduler:
 
         def cost(slots):
             """Threads without a slot cost what others do; more or less work for each thread costs little."""
-            idle = _round_up(-(-part // slots), 32) * slots / part
+            idle = round_up(-(-part // slots), 32) * slots / part
             return idle * (1 + 0.05 * abs(math.log2(slots / wanted))), slots
 
         slots = min(range(fewest, max(fewest, wanted, SLOT_ELEMENTS // elements) + 1), key=cost)
-        return _round_up(-(-part // slots), 32)
+        return round_up(-(-part // slots), 32)
 
     def _group_rows(self):
         """Rows that one sum over rows adds up; tiles must not have rows of two sums."""
@@ -844,170 +614,5 @@ def _backwards(phases, number) -> bool:
     return any(n.op == "input" and n.attr[0] == number and n.attr[2] for n in phases.order)
 
 
-def in_row_order(layout, row_sizes) -> bool:
-    """Whether an array's rows follow each other in memory, in the order in which they are numbered."""
-    stride = layout.columns if layout.columns is not None else 1
-    if layout.step != 1 or layout.rows != tuple(range(len(row_sizes))):
-        return False
-    for k, actual in reversed(layout.strides):
-        if not (actual == stride):
-            return False
-        stride = stride * row_sizes[k]
-    return True
-
-
 def _power_of_2(n) -> int:
     return 1 << max(0, (n - 1).bit_length())
-
-
-def _round_up(n, unit) -> int:
-    return -(-n // unit) * unit
-
-
-# ---- shared memory: stages of the ring, partial results of reductions, barriers ----
-
-
-def staged_inputs(program: Program, phases: Phases) -> list:
-    """The inputs that a ring holds."""
-    inputs = [program.inputs[n] for n in phases.inputs(whole=True)]
-    return [i for i in inputs if not i.layout.bits]
-
-
-def stage_layout(
-    program: Program, plan: Plan, phases: Phases | None = None
-) -> tuple[dict[int, int], int]:
-    """(offset of each input in a stage, bytes of a stage)."""
-    offsets, size = {}, 0
-    for i in staged_inputs(program, phases or Phases(program)):
-        offsets[i.number] = size
-        size += _round_up(plan.rows_per_tile * row_pitch(program, plan, i), 128)
-    return offsets, size
-
-
-def row_pitch(program: Program, plan: Plan, i) -> int:
-    """Bytes from one row of an input to the next in a stage."""
-    if plan.parts:
-        return i.panels * plan.slots * plan.lanes * plan.vector * i.dtype.itemsize
-    columns = (
-        i.panels * part_slots(program, plan) * plan.vector
-        if plan.cluster > 1 or plan.shifted
-        else i.layout.columns
-    )
-    return columns * i.dtype.itemsize
-
-
-def stage_bytes(program: Program, plan: Plan) -> int:
-    return stage_layout(program, plan)[1]
-
-
-def hoisted_inputs(program: Program, plan: Plan, phases: Phases | None = None) -> list:
-    """The column operands that blocks keep from row to row: all of a block's rows have the same."""
-    phases = phases or Phases(program)
-    columns = [program.inputs[n] for n in phases.inputs(whole=False)] if plan.hoist else []
-    return [i for i in columns if all(k < phases.group_dims for k in i.layout.rows)]
-
-
-def hoisted_layout(
-    program: Program, plan: Plan, phases: Phases | None = None
-) -> tuple[dict[tuple, int], int]:
-    """(offset of each load (input, panel, backwards) of column operands in shared memory, bytes of all)."""
-    offsets, size = {}, 0
-    if plan.hoist == "shared":
-        phases = phases or Phases(program)
-        hoisted = {i.number: i for i in hoisted_inputs(program, plan, phases)}
-        for load in phases.loads:
-            if load[0] in hoisted:
-                offsets[load] = size
-                size += plan.slots * plan.lanes * plan.vector * hoisted[load[0]].dtype.itemsize
-    return offsets, size
-
-
-def keeps_columns(phases: Phases, plan: Plan) -> bool:
-    """Whether threads keep something of their columns from row to row, so that a block's rows must lie alike."""
-    return plan.persistent and bool(phases.row_sums or plan.hoist)
-
-
-def slots_of(width: int, vector: int, shifted: bool) -> int:
-    """Slots of so many columns; a shifted row can touch one more than its length says."""
-    return -(-(width + vector - 1) // vector) if shifted else width // vector
-
-
-def slot_count(program: Program, plan: Plan) -> int:
-    """Slots of a panel."""
-    return slots_of(program.width, plan.vector, plan.shifted)
-
-
-def slots_of_line(program: Program, vector: int) -> int:
-    """Slots of the input with the shortest elements in a cache line."""
-    sizes = [i.dtype.itemsize for i in staged_inputs(program, Phases(program))]
-    return max(1, LINE // (vector * min(sizes)))
-
-
-def part_slots(program: Program, plan: Plan) -> int:
-    """Slots of a panel that one of the blocks has that share a row."""
-    if plan.grid:
-        line = slots_of_line(program, plan.vector)
-        return part_of_grid(slot_count(program, plan), plan.cluster, line)
-    return -(-slot_count(program, plan) // plan.cluster)
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedMemory:
-    """Where a block's shared memory is used, in bytes."""
-
-    reductions: int  # offset of the partial results
-    reduction_words: int  # words of one set of partial results; there are two sets
-    barriers: int  # offset of two barriers a stage, and two for exchanges in a cluster
-    operands: int  # offset of column operands
-    total: int
-
-
-def shared_memory(program: Program, plan: Plan) -> SharedMemory:
-    """The stages come first; sums over rows, at the end, use the same place."""
-    phases = Phases(program)
-    if plan.grid:
-        grid = grid_memory(program, plan)
-        return SharedMemory(grid.parts, 0, grid.barriers, grid.total, grid.total)
-    partials = plan.warps * plan.cluster * max(1, plan.side)
-    partials = partials if plan.warps > 1 or plan.cluster > 1 else 0
-    most = (
-        max((sum(n.dtype.itemsize // 4 or 1 for n in r) for r in phases.reductions), default=0)
-        * plan.rows_at_once
-    )
-    words = most * partials
-    sums = [n for n in phases.row_sums if not n.attr[1]]
-    sum_bytes = (
-        max((plan.groups * program.width * n.dtype.itemsize for n in sums), default=0)
-        if plan.groups > 1 and not plan.side
-        else 0
-    )
-    stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0
-    start = max(_round_up(stages, 128), _round_up(sum_bytes, 128), 512 if phases.row_sums else 0)
-    barriers = start + _round_up(2 * words * 4, 128)
-    operands = barriers + _round_up(16 * plan.stages + 16, 128)
-    total = operands + hoisted_layout(program, plan, phases)[1]
-    return SharedMemory(start, words, barriers, operands, total)
-
-
-def grid_memory(program: Program, plan: Plan) -> GridMemory:
-    """The same where blocks of a grid share rows."""
-    phases = Phases(program)
-    row_words = math.prod(program.row_sizes) * len(row_loads(program, phases))
-    return GridMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)
-
-
-def row_loads(program: Program, phases: Phases) -> list[Node]:
-    """What blocks of a grid load once for each row before all phases, unless rows are many."""
-    if math.prod(program.row_sizes) > ROW_LOADS:
-        return []
-    loads = [n for n in phases.order if n.op in ("input", "input_at") and n.row and not n.column]
-    return [n for n in loads if n.dtype.itemsize <= 4 and not n.after]
-
-
-def exchanged_words(phases: Phases) -> tuple[int, ...]:
-    """Partial results of each exchange of a row."""
-    return tuple(len(reductions) for reductions in phases.reductions[:-1])
-
-
-def shared_bytes(program: Program, plan: Plan) -> int:
-    return shared_memory(program, plan).total

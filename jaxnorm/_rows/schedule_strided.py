@@ -11,7 +11,8 @@ import dataclasses
 
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.graph import Node
-from jaxnorm._rows.schedule import REGISTERS, REGISTERS_MAX, THREADS_MAX, Plan, shared_bytes
+from jaxnorm._rows.plan import REGISTERS, REGISTERS_MAX, THREADS_MAX, Plan
+from jaxnorm._rows.shared_memory import shared_bytes
 
 # Rows of a thread, at most: each has values of its own, which take registers and are exchanged one by one.
 ROWS_MAX = 4

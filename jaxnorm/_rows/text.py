@@ -4,7 +4,7 @@ import contextlib
 import math
 
 from jaxnorm._rows.rules import Program
-from jaxnorm._rows.schedule import in_row_order
+from jaxnorm._rows.shared_memory import in_row_order
 
 
 class Writer:

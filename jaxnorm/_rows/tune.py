@@ -25,15 +25,10 @@ from jaxnorm._measure import display, timer
 from jaxnorm._primitive.programs import open_jaxpr
 from jaxnorm._rows import launcher
 from jaxnorm._rows.call import Call, compiled_row_call, row_call, simplified
+from jaxnorm._rows.plan import REGISTERS, THREADS_MAX, Device, Plan
 from jaxnorm._rows.rules import Program
-from jaxnorm._rows.schedule import (
-    REGISTERS,
-    THREADS_MAX,
-    Device,
-    Plan,
-    schedule,
-    shared_bytes,
-)
+from jaxnorm._rows.schedule import schedule
+from jaxnorm._rows.shared_memory import shared_bytes
 
 SOURCES = ("registers", "ring", "stream")
 # What may be asked of a schedule, and the values that are taken from a file.

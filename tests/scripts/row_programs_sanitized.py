@@ -16,7 +16,8 @@ import jaxnorm
 from bench import row_programs as table
 from jaxnorm._rows import launcher, primitive
 from jaxnorm._rows.call import row_call, simplified
-from jaxnorm._rows.schedule import DEVICES, Device, schedule
+from jaxnorm._rows.plan import DEVICES, Device
+from jaxnorm._rows.schedule import schedule
 
 
 def relu_of_sum(x, y):

@@ -1,0 +1,175 @@
+"""Slots of a row, and where a block's shared memory is used: stages of a ring, partial results, barriers, operands."""
+
+import dataclasses
+import math
+
+from jaxnorm._rows.graph import Node
+from jaxnorm._rows.phases import Phases
+from jaxnorm._rows.plan import Plan
+from jaxnorm._rows.rules import Program
+from jaxnorm._rows.schedule_grid import GridMemory, part_of_grid
+
+LINE = 128  # bytes of a cache line
+ROW_LOADS = 1024  # rows whose labels, statistics and the like fit in shared memory
+
+
+def round_up(n, unit) -> int:
+    return -(-n // unit) * unit
+
+
+def in_row_order(layout, row_sizes) -> bool:
+    """Whether an array's rows follow each other in memory, in the order in which they are numbered."""
+    stride = layout.columns if layout.columns is not None else 1
+    if layout.step != 1 or layout.rows != tuple(range(len(row_sizes))):
+        return False
+    for k, actual in reversed(layout.strides):
+        if not (actual == stride):
+            return False
+        stride = stride * row_sizes[k]
+    return True
+
+
+def staged_inputs(program: Program, phases: Phases) -> list:
+    """The inputs that a ring holds."""
+    inputs = [program.inputs[n] for n in phases.inputs(whole=True)]
+    return [i for i in inputs if not i.layout.bits]
+
+
+def stage_layout(
+    program: Program, plan: Plan, phases: Phases | None = None
+) -> tuple[dict[int, int], int]:
+    """(offset of each input in a stage, bytes of a stage)."""
+    offsets, size = {}, 0
+    for i in staged_inputs(program, phases or Phases(program)):
+        offsets[i.number] = size
+        size += round_up(plan.rows_per_tile * row_pitch(program, plan, i), 128)
+    return offsets, size
+
+
+def row_pitch(program: Program, plan: Plan, i) -> int:
+    """Bytes from one row of an input to the next in a stage."""
+    if plan.parts:
+        return i.panels * plan.slots * plan.lanes * plan.vector * i.dtype.itemsize
+    columns = (
+        i.panels * part_slots(program, plan) * plan.vector
+        if plan.cluster > 1 or plan.shifted
+        else i.layout.columns
+    )
+    return columns * i.dtype.itemsize
+
+
+def stage_bytes(program: Program, plan: Plan) -> int:
+    return stage_layout(program, plan)[1]
+
+
+def hoisted_inputs(program: Program, plan: Plan, phases: Phases | None = None) -> list:
+    """The column operands that blocks keep from row to row: all of a block's rows have the same."""
+    phases = phases or Phases(program)
+    columns = [program.inputs[n] for n in phases.inputs(whole=False)] if plan.hoist else []
+    return [i for i in columns if all(k < phases.group_dims for k in i.layout.rows)]
+
+
+def hoisted_layout(
+    program: Program, plan: Plan, phases: Phases | None = None
+) -> tuple[dict[tuple, int], int]:
+    """(offset of each load (input, panel, backwards) of column operands in shared memory, bytes of all)."""
+    offsets, size = {}, 0
+    if plan.hoist == "shared":
+        phases = phases or Phases(program)
+        hoisted = {i.number: i for i in hoisted_inputs(program, plan, phases)}
+        for load in phases.loads:
+            if load[0] in hoisted:
+                offsets[load] = size
+                size += plan.slots * plan.lanes * plan.vector * hoisted[load[0]].dtype.itemsize
+    return offsets, size
+
+
+def keeps_columns(phases: Phases, plan: Plan) -> bool:
+    """Whether threads keep something of their columns from row to row, so that a block's rows must lie alike."""
+    return plan.persistent and bool(phases.row_sums or plan.hoist)
+
+
+def slots_of(width: int, vector: int, shifted: bool) -> int:
+    """Slots of so many columns; a shifted row can touch one more than its length says."""
+    return -(-(width + vector - 1) // vector) if shifted else width // vector
+
+
+def slot_count(program: Program, plan: Plan) -> int:
+    """Slots of a panel."""
+    return slots_of(program.width, plan.vector, plan.shifted)
+
+
+def slots_of_line(program: Program, vector: int) -> int:
+    """Slots of the input with the shortest elements in a cache line."""
+    sizes = [i.dtype.itemsize for i in staged_inputs(program, Phases(program))]
+    return max(1, LINE // (vector * min(sizes)))
+
+
+def part_slots(program: Program, plan: Plan) -> int:
+    """Slots of a panel that one of the blocks has that share a row."""
+    if plan.grid:
+        line = slots_of_line(program, plan.vector)
+        return part_of_grid(slot_count(program, plan), plan.cluster, line)
+    return -(-slot_count(program, plan) // plan.cluster)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """Where a block's shared memory is used, in bytes."""
+
+    reductions: int  # offset of the partial results
+    reduction_words: int  # words of one set of partial results; there are two sets
+    barriers: int  # offset of two barriers a stage, and two for exchanges in a cluster
+    operands: int  # offset of column operands
+    total: int
+
+
+def shared_memory(program: Program, plan: Plan) -> SharedMemory:
+    """The stages come first; sums over rows, at the end, use the same place."""
+    phases = Phases(program)
+    if plan.grid:
+        grid = grid_memory(program, plan)
+        return SharedMemory(grid.parts, 0, grid.barriers, grid.total, grid.total)
+    partials = plan.warps * plan.cluster * max(1, plan.side)
+    partials = partials if plan.warps > 1 or plan.cluster > 1 else 0
+    most = (
+        max((sum(n.dtype.itemsize // 4 or 1 for n in r) for r in phases.reductions), default=0)
+        * plan.rows_at_once
+    )
+    words = most * partials
+    sums = [n for n in phases.row_sums if not n.attr[1]]
+    sum_bytes = (
+        max((plan.groups * program.width * n.dtype.itemsize for n in sums), default=0)
+        if plan.groups > 1 and not plan.side
+        else 0
+    )
+    stages = plan.stages * stage_bytes(program, plan) if plan.source == "ring" else 0
+    start = max(round_up(stages, 128), round_up(sum_bytes, 128), 512 if phases.row_sums else 0)
+    barriers = start + round_up(2 * words * 4, 128)
+    operands = barriers + round_up(16 * plan.stages + 16, 128)
+    total = operands + hoisted_layout(program, plan, phases)[1]
+    return SharedMemory(start, words, barriers, operands, total)
+
+
+def grid_memory(program: Program, plan: Plan) -> GridMemory:
+    """The same where blocks of a grid share rows."""
+    phases = Phases(program)
+    row_words = math.prod(program.row_sizes) * len(row_loads(program, phases))
+    return GridMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)
+
+
+def row_loads(program: Program, phases: Phases) -> list[Node]:
+    """What blocks of a grid load once for each row before all phases, unless rows are many."""
+    if math.prod(program.row_sizes) > ROW_LOADS:
+        return []
+    loads = [n for n in phases.order if n.op in ("input", "input_at") and n.row and not n.column]
+    return [n for n in loads if n.dtype.itemsize <= 4 and not n.after]
+
+
+def exchanged_words(phases: Phases) -> tuple[int, ...]:
+    """Partial results of each exchange of a row."""
+    return tuple(len(reductions) for reductions in phases.reductions[:-1])
+
+
+def shared_bytes(program: Program, plan: Plan) -> int:
+    return shared_memory(program, plan).total

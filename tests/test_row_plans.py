@@ -174,7 +174,6 @@ SPILLED = {
 NEWER_PLANS = """
 soft_capped_softmax_2048 backward        128 2x8        1 128x4   registers    2
 soft_capped_softmax_4096 backward        256 2x8        1 256x2   registers    2
-soft_capped_softmax_8192 backward        512 2x8        1 512x1   ring 2       2 persistent hoist
 """
 
 needs_nvrtc = pytest.mark.skipif(launcher.nvrtc()[0] is None, reason="NVRTC is not installed")

@@ -1,6 +1,7 @@
 """`python -m jaxnorm`: what runs on this machine, is it right, how fast is it next to XLA.
 
 `python -m jaxnorm tune FILE.py:function` measures schedules for a function of `jaxnorm.fuse`.
+`python -m jaxnorm warm OP:SHAPE` compiles the kernels of operations before a program calls them.
 """
 
 import argparse
@@ -18,11 +19,15 @@ from collections.abc import Sequence
 import jax
 
 import jaxnorm
+from jaxnorm import _lib, _warm
 from jaxnorm._measure import display, timer
 from jaxnorm._measure.errors import Check, run_checks
 from jaxnorm._measure.operations import OPERATIONS, Operation
 from jaxnorm._measure.speed import Compared, compare_times
 from jaxnorm._measure.summary import check_table, plot, time_table, verdict_of
+from jaxnorm._rows import launcher
+from jaxnorm._rows.call import device_here
+from jaxnorm._rows.plan import DEVICES
 from jaxnorm.fuse import Fused
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -55,7 +60,7 @@ def _parse(argv) -> argparse.Namespace:
         prog="python -m jaxnorm",
         description="Show what jaxnorm runs here, check it against float64, time it against XLA.",
         epilog="python -m jaxnorm tune FILE.py:function --shape ... looks for faster schedules of a fused "
-        "function on this GPU.",
+        "function on this GPU. python -m jaxnorm warm OP:SHAPE ... compiles kernels ahead.",
     )
     parser.add_argument("--op", choices=tuple(OPERATIONS), action="append", help="default: all")
     parser.add_argument("--shape", type=_shape, metavar="4096x1024", help="your own shape")
@@ -91,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["tune"]:
         return tune(argv[1:])
+    if argv[:1] == ["warm"]:
+        return warm(argv[1:])
     options = _parse(argv)
     rich = display.require_rich()
     if options.plot:
@@ -236,6 +243,58 @@ def tune(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     print(found)
+    return 0
+
+
+# ---- warm ----
+
+
+def _case(text: str) -> _warm.Case:
+    name, _, rest = text.partition(":")
+    shape, _, dtype = rest.partition(":")
+    if name not in OPERATIONS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(OPERATIONS)}")
+    return _warm.Case(OPERATIONS[name], _shape(shape), _dtype(dtype or "bfloat16"))
+
+
+def warm(argv: Sequence[str]) -> int:
+    """Compiles the kernels of the cases that the arguments name into the cache on disk.
+
+    Returns:
+      0; 1 if kernels cannot be compiled or kept here.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxnorm warm",
+        description="Compile the kernels of operations, forward and backward, into the cache directory. Without a GPU, "
+        f"they are compiled for an {DEVICES[90].name}.",
+    )
+    parser.add_argument(
+        "cases",
+        type=_case,
+        nargs="+",
+        metavar="OP:SHAPE[:DTYPE]",
+        help="for example layer_norm:4096x1024:f32; bfloat16 without a dtype",
+    )
+    cases = parser.parse_args(argv).cases
+    module = _lib.module("cuda")
+    problem = module.reason
+    if module.available and (off := launcher.cache_off()):
+        problem = f"the cache directory: {off}"
+    if problem:
+        print(f"no kernel can be compiled ahead: {problem}", file=sys.stderr)
+        return 1
+    device = device_here()
+    folder, _, _ = launcher.cache_folder()
+    print(f"kernels for {device.name} (sm_{device.architecture}), kept in {folder}")
+    jax.config.update("jax_enable_x64", True)  # for float64
+    for case in cases:
+        start = time.perf_counter()
+        try:
+            programs = _warm.warm(case, device.architecture)
+        except RuntimeError as error:
+            print(f"{case}: {error}", file=sys.stderr)
+            return 1
+        print(f"{case}: {programs} CUDA programs, {time.perf_counter() - start:.1f} s", flush=True)
     return 0
 
 

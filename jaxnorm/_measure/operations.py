@@ -242,7 +242,7 @@ OPERATIONS = {
 }
 
 
-def gradient_of(function: Callable, parameters: int = 0) -> Callable:
+def gradient_of(function: Callable, parameters: int = 0) -> jax.stages.Wrapped:
     """`(args, dy, **options) -> (y, dx, gradients of the parameters)` in one jit."""
 
     @jax.jit

@@ -8,7 +8,7 @@ import jax
 from jax.extend.mlir import ir
 
 from jaxnorm import _launch
-from jaxnorm._measure.operations import Operation, gradient_of, parameter_dtype
+from jaxnorm._measure.operations import Operation, gradient_of
 from jaxnorm._rows import launcher
 
 
@@ -25,9 +25,8 @@ class Case:
 
     def lowered(self) -> list[jax.stages.Lowered]:
         """Forward alone, and forward and backward in one jit, for CUDA."""
-        x = jax.ShapeDtypeStruct(self.shape, self.dtype)
-        parameter = jax.ShapeDtypeStruct(self.shape[-1:], parameter_dtype(self.dtype))
-        args = (x,) * self.op.arrays + (parameter,) * self.op.parameters
+        kinds = self.op.argument_kinds(self.shape, self.dtype)
+        args = tuple(jax.ShapeDtypeStruct(*kind) for kind in kinds)
         dy = jax.ShapeDtypeStruct(*self.op.result_kind(self.shape, self.dtype))
         gradient = gradient_of(self.op.kernel, self.op.parameters)
         traced = jax.jit(self.op.kernel).trace(*args), gradient.trace(args, dy)

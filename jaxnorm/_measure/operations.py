@@ -183,6 +183,11 @@ class Operation:
     parameters: int = 0
     per_row: bool = False
 
+    def argument_kinds(self, shape: Sequence[int], dtype: str) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each argument."""
+        parameter = tuple(shape[-1:]), parameter_dtype(dtype)
+        return [(tuple(shape), dtype)] * self.arrays + [parameter] * self.parameters
+
     def result_kind(self, shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of the result for arguments of these."""
         if self.per_row:

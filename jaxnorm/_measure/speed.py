@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxnorm._measure import timer
-from jaxnorm._measure.operations import Operation, gradient_of, parameter_dtype
+from jaxnorm._measure.operations import Operation, gradient_of
 
 
 @dataclasses.dataclass
@@ -42,9 +42,7 @@ def compare_times(op: Operation, dtype: str, shape: Sequence[int], direction: st
     result.bytes += results * math.prod(result_shape) * jax.numpy.dtype(result_dtype).itemsize
     try:
         sets, _ = timer.rotation(result.bytes)
-        wide = parameter_dtype(dtype)
-        kinds = [(tuple(shape), dtype)] * op.arrays
-        kinds += [(tuple(shape[-1:]), wide)] * op.parameters + [(result_shape, result_dtype)]
+        kinds = [*op.argument_kinds(shape, dtype), (result_shape, result_dtype)]
         keys = jax.random.split(jax.random.key(0), (sets, len(kinds)))
         draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
         data = [[draw(k, *kind) for k, kind in zip(row, kinds, strict=True)] for row in keys]

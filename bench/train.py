@@ -121,10 +121,8 @@ _GROUPS = (
 
 def group(kernel: str) -> str:
     """What a kernel counts as."""
-    if "jaxnorm" in kernel:
-        # Operations that share a kernel are its template argument.
-        found = re.search(r"[A-Z]\w*?(?:Fwd|Bwd|Stats|Sums|Dx|Final)", kernel)
-        return f"jaxnorm {found[0]}" if found else "jaxnorm"
+    if found := re.search(r"jaxnorm_(\w+?)(?:_finish)?\b", kernel):
+        return f"jaxnorm {found[1]}"
     for name, pattern in _GROUPS:
         if re.search(pattern, kernel, re.IGNORECASE):
             return name

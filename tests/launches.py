@@ -8,7 +8,7 @@ from jaxnorm._rows.call import Call
 
 # Of rows of 64 columns, a block takes 4.
 SCALE = """
-extern "C" __global__ void row_program(const float* x, float* y, long long rows, int chunks, int d0) {
+extern "C" __global__ void jaxnorm_row_program(const float* x, float* y, long long rows, int chunks, int d0) {
   for (long long row = blockIdx.x * 4ll; row < blockIdx.x * 4ll + 4 && row < rows; ++row)
     for (int c = threadIdx.x; c < 64; c += blockDim.x) y[row * 64 + c] = x[row * 64 + c] * 2;
 }
@@ -54,7 +54,7 @@ def scale(x, **changes):
 
 
 REVERSE = """
-extern "C" __global__ void row_program(const float* x, float* y, long long rows, int chunks, int d0, int d1) {
+extern "C" __global__ void jaxnorm_row_program(const float* x, float* y, long long rows, int chunks, int d0, int d1) {
   extern __shared__ float row[];
   const int columns = COLUMNS;
   for (int c = threadIdx.x; c < columns; c += blockDim.x) row[c] = x[(long long)blockIdx.x * columns + c];
@@ -72,7 +72,7 @@ def reverse(x, shared_bytes):
 
 
 RANKS = """
-extern "C" __global__ void row_program(int* y, long long rows, int chunks, int d0) {
+extern "C" __global__ void jaxnorm_row_program(int* y, long long rows, int chunks, int d0) {
   unsigned rank, size, id;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
@@ -89,7 +89,8 @@ def ranks(number, cluster):
 
 
 SUMS = """
-extern "C" __global__ void row_program(const float* x, float* sums, long long rows, int chunks, int d0, int d1) {
+extern "C" __global__ void jaxnorm_row_program(const float* x, float* sums, long long rows, int chunks, int d0,
+                                               int d1) {
   const long long group_rows = rows / (gridDim.x / chunks);
   const float* its_rows = x + blockIdx.x / chunks * group_rows * 64;
   float sum = 0;
@@ -97,8 +98,8 @@ extern "C" __global__ void row_program(const float* x, float* sums, long long ro
     for (int r = 0; r < 4 && row + r < group_rows; ++r) sum += its_rows[(row + r) * 64 + threadIdx.x];
   sums[blockIdx.x * 64 + threadIdx.x] = sum;
 }
-extern "C" __global__ void row_program_finish(const float* sums, float* y, long long rows, int chunks, int groups,
-                                              int d0, int d1) {
+extern "C" __global__ void jaxnorm_row_program_finish(const float* sums, float* y, long long rows, int chunks,
+                                                      int groups, int d0, int d1) {
   __shared__ float part[32][33];
   if (groups == 0) return;
   const int column = blockIdx.x * 32 + threadIdx.x, group = blockIdx.y;

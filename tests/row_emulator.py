@@ -220,9 +220,9 @@ def run(
     scratch = [(tuple(map(int, shape)), np.dtype(np.float32)) for shape in call.scratch]
     results = [(tuple(shape), np.dtype(dtype)) for shape, dtype in out_avals] + scratch
     shapes = [operand.shape for operand in operands] + [shape for shape, _ in results]
-    kernels = ("row_program", "row_program_finish") if call.finish else ("row_program",)
-    together = getattr(call, "together", False)
-    most = 64 if together else 16
+    finish = f"{call.kernel}_finish"
+    kernels = (call.kernel, finish) if call.finish else (call.kernel,)
+    most = 64 if call.together else 16
     if call.threads > 1024 or call.cluster > most or call.shared_bytes > 227 * 1024:
         raise EmulatorError(
             f"{call.threads} threads, clusters of {call.cluster}, {call.shared_bytes} bytes: too many"
@@ -240,8 +240,8 @@ def run(
         blocks = (groups * chunks * call.cluster, 1, 1)
         arguments = [*(arrays[buffer] for buffer in call.arguments), *integers]
         launch(
-            library, "row_program", blocks, (call.threads, 1, 1), arguments, memory,
-            blocks[0] if together else call.cluster, call.shared_bytes, **options,
+            library, call.kernel, blocks, (call.threads, 1, 1), arguments, memory,
+            blocks[0] if call.together else call.cluster, call.shared_bytes, **options,
         )  # fmt: skip
     if call.finish:
         x, z = call.finish
@@ -249,7 +249,7 @@ def run(
         arguments += [("l", rows), ("i", chunks), ("i", groups), *(("i", size) for size in dims)]
         blocks = (x, min(max(groups, 1), 3), z)  # few, so that they loop over groups
         parts = 32 if call.group_dims == 0 else min(32, 1 << max(chunks - 1, 0).bit_length())
-        launch(library, "row_program_finish", blocks, (32, parts, 1), arguments, memory, **options)
+        launch(library, finish, blocks, (32, parts, 1), arguments, memory, **options)
     for number, (content, array) in enumerate(zip(contents, arrays, strict=False)):
         if not np.array_equal(content, array):
             raise EmulatorError(f"operand {number} was written to")

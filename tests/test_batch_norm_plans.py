@@ -87,7 +87,7 @@ def line(case, device) -> str:
     """The launches of a case: blocks x threads of each kernel, with its KiB of dynamic shared memory."""
     launches = [x for made in plans(case, device) for x in made.launches]
     parts = [
-        f"{x.kernel.removeprefix('batch_norm_')} {x.grid[0]} x {x.block[0]}"
+        f"{x.kernel.removeprefix('jaxnorm_batch_norm_')} {x.grid[0]} x {x.block[0]}"
         + (f" {x.shared_bytes / 1024:.4g}K" if x.cooperative else "")
         for x in launches
     ]

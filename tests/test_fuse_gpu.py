@@ -799,11 +799,11 @@ def test_without_nvrtc(tmp_path):
 
 SANITIZER = shutil.which("compute-sanitizer")
 TOOLS = {
-    "memcheck": ["--report-api-errors", "no", "--kernel-regex", "kns=row_program"],
-    "racecheck": ["--kernel-regex", "kns=row_program"],
+    "memcheck": ["--report-api-errors", "no", "--kernel-regex", "kns=jaxnorm_"],
+    "racecheck": ["--kernel-regex", "kns=jaxnorm_"],
     # What a kernel that is left out writes would count as not written.
     "initcheck": [],
-    "synccheck": ["--num-cuda-barriers", "4096", "--kernel-regex", "kns=row_program"],
+    "synccheck": ["--num-cuda-barriers", "4096", "--kernel-regex", "kns=jaxnorm_"],
 }
 
 

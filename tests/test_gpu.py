@@ -147,13 +147,14 @@ def test_layer_norm_of_many_long_rows_is_each_row_alone():
     "shape", [(12, 131072), (5, 2097152), (403, 9216), (403, 9001), (203, 20480), (2203, 19711)]
 )
 def test_layer_norm_of_rows_that_begin_far_from_their_mean(dtype, shape):
-    """Sums are of distances from what comes first; and a row without deviations has none, wherever it is cut."""
+    """The mean of such a row is exact; and a row without deviations has none, wherever it is cut."""
     x = np.array(rand(shape, dtype))
     x[:, :8] = 300
     test_norm.check("layer_norm", jnp.asarray(x), "float32")
     x[1] = 7.1
     y = np.array(jaxnorm.layer_norm(jnp.asarray(x), implementation="kernel"), np.float32)
-    assert (y[1] == 0).all()
+    # A mean that is one rounding off, as XLA's may be, would give 5e-4.
+    assert np.abs(y[1]).max() < 1e-9
 
 
 @pytest.mark.parametrize("op", cases.NORMS)
@@ -798,7 +799,8 @@ def test_norm_of_more_than_two_to_the_31_elements(op, columns):
     weighted = oracle.f64(distinct) * times
     expected = oracle.norm_vjp(distinct, weighted, scale, **options)[1]
     size = oracle.norm_vjp(distinct, weighted, scale, sizes=True, **options)[1]
-    oracle.assert_close(bar, expected, "float32", floor=256, size=size)
+    # A block adds up 16,000 rows one after the other.
+    oracle.assert_close(bar, expected, "float32", floor=512, size=size)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ def test_nvrtc_is_installed_with_the_tests():
 def test_compile(architecture):
     compiled = launcher.compile(SCALE, architecture)
     assert compiled.cubin.startswith(b"\x7fELF")
-    assert compiled.registers.keys() == compiled.spill_bytes.keys() == {"row_program"}
-    assert 8 <= compiled.registers["row_program"] <= 64
-    assert compiled.spill_bytes["row_program"] == 0
+    assert compiled.registers.keys() == compiled.spill_bytes.keys() == {"jaxnorm_row_program"}
+    assert 8 <= compiled.registers["jaxnorm_row_program"] <= 64
+    assert compiled.spill_bytes["jaxnorm_row_program"] == 0
     assert compiled.seconds > 0
     assert not compiled.cached
     # In this process a program is compiled once.
@@ -77,7 +77,7 @@ def test_architecture_of_a_family():
 @needs_nvrtc
 def test_spills_are_seen():
     source = """
-extern "C" __global__ void __launch_bounds__(1024) row_program(float* x) {
+extern "C" __global__ void __launch_bounds__(1024) jaxnorm_row_program(float* x) {
   float v[200];
   #pragma unroll
   for (int i = 0; i < 200; ++i) v[i] = x[i * 1024 + threadIdx.x];
@@ -85,12 +85,12 @@ extern "C" __global__ void __launch_bounds__(1024) row_program(float* x) {
   #pragma unroll
   for (int i = 0; i < 200; ++i) x[i * 1024 + threadIdx.x] = v[i] * v[(i * 7) % 200];
 }
-extern "C" __global__ void row_program_finish(float* x) { x[threadIdx.x] = 0; }
+extern "C" __global__ void jaxnorm_row_program_finish(float* x) { x[threadIdx.x] = 0; }
 """
     compiled = launcher.compile(source, 90)
-    assert compiled.registers["row_program"] <= 64
-    assert compiled.spill_bytes["row_program"] >= 8 * (200 - 64)
-    assert compiled.spill_bytes["row_program_finish"] == 0
+    assert compiled.registers["jaxnorm_row_program"] <= 64
+    assert compiled.spill_bytes["jaxnorm_row_program"] >= 8 * (200 - 64)
+    assert compiled.spill_bytes["jaxnorm_row_program_finish"] == 0
 
 
 def test_parse_log():

@@ -74,7 +74,7 @@ def test_clusters(cluster):
 
 
 CHUNKS = """
-extern "C" __global__ void row_program(int* y, long long rows, int chunks, int d0) {
+extern "C" __global__ void jaxnorm_row_program(int* y, long long rows, int chunks, int d0) {
   if (threadIdx.x == 0 && blockIdx.x == 0) { y[0] = chunks; y[1] = gridDim.x; }
 }
 """
@@ -124,7 +124,7 @@ def test_sums_over_rows(group_dims, shape):
 @pytest.mark.parametrize("rows", [2**16 + 1, 2**17 + 3])
 def test_more_elements_than_32_bits(rows):
     source = """
-extern "C" __global__ void row_program(const char* x, char* y, long long rows, int chunks, int d0) {
+extern "C" __global__ void jaxnorm_row_program(const char* x, char* y, long long rows, int chunks, int d0) {
   for (long long row = blockIdx.x; row < rows; row += chunks)
     for (int c = threadIdx.x; c < 32768; c += blockDim.x) y[row * 32768 + c] = x[row * 32768 + c] + 1;
 }
@@ -177,8 +177,14 @@ def test_captured_in_a_cuda_graph(tmp_path):
 
 ERRORS = {
     "syntax": (call(SCALE.replace("* 2", "* undeclared")), 'identifier "undeclared" is undefined'),
-    "name": (call(SCALE.replace("row_program", "other")), "the kernel row_program: named symbol"),
-    "finish": (call(finish=(1, 1)), "the kernel row_program_finish: named symbol not found"),
+    "name": (
+        call(SCALE.replace("jaxnorm_row_program", "other")),
+        "the kernel jaxnorm_row_program: named symbol",
+    ),
+    "finish": (
+        call(finish=(1, 1)),
+        "the kernel jaxnorm_row_program_finish: named symbol not found",
+    ),
     "shared": (call(shared_bytes=1 << 20), "does not fit .*: 1048576 bytes of shared memory"),
     "threads": (call(threads=2000), "threads must be from 1 to 1024, got 2000"),
 }
@@ -291,9 +297,9 @@ def test_more_blocks_than_run_at_once():
     gpu = launcher.gpus()[0]
     blocks = gpu.multiprocessors + 1
     alone = _launch.Launch(
-        "row_program", (blocks, 1, 1), (64, 1, 1), (), gpu.shared_bytes, cooperative=True
+        "jaxnorm_row_program", (blocks, 1, 1), (64, 1, 1), (), gpu.shared_bytes, cooperative=True
     )
-    source = 'extern "C" __global__ void row_program() {}'
+    source = 'extern "C" __global__ void jaxnorm_row_program() {}'
     attributes = _launch.attributes("many", source, [alone])
     x = numbers(4)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"{blocks} blocks must run at once"):

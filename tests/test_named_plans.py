@@ -30,8 +30,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(_lib, "module", lambda platform: module)
     made: list = []
 
-    def compile_here(closed, device):
-        made.append((closed, row_call(closed, device)))
+    def compile_here(closed, device, operation):
+        made.append((closed, row_call(closed, device, operation=operation)))
         return made[-1][1]
 
     monkeypatch.setattr(named, "compile_here", compile_here)
@@ -98,8 +98,21 @@ def test_kernels_compile(calls, case, architecture):
     if launcher.nvrtc()[0] is None:
         pytest.skip("there is no NVRTC")
     device = DEVICES[architecture]
-    for closed, _ in calls(case):
-        call = compiled_row_call(closed, device, launcher.compile)
+    for closed, first in calls(case):
+        call = compiled_row_call(closed, device, launcher.compile, operation=first.operation)
         compiled = launcher.compile(call.source, architecture)
         spills = max(compiled.spill_bytes.values())
         assert spills <= SPILLS or call.plan.blocks == 1, (call.plan, spills)
+
+
+@pytest.mark.parametrize(
+    ("op", "kernels"),
+    [
+        ("softmax", {"jaxnorm_softmax_fwd", "jaxnorm_softmax_bwd"}),
+        ("layer_norm", {"jaxnorm_norm_fwd", "jaxnorm_norm_bwd", "jaxnorm_norm_bwd_finish"}),
+        ("softmax_cross_entropy", {"jaxnorm_cross_entropy_fwd", "jaxnorm_cross_entropy_bwd"}),
+    ],
+)
+def test_profiles_show_the_operation(calls, op, kernels):
+    found = [call.source for _, call in calls(cases.Case(op, (4096, 1024), dtype="bfloat16"))]
+    assert {name for name in kernels if any(f" {name}(" in text for text in found)} == kernels

@@ -74,7 +74,7 @@ def test_instances_do_not_spill(architecture, dtype):
     for (operation, addends), columns in itertools.product(kinds, (64, 65)):
         made = relu.plan(operation, (4, columns), dtype, addends)
         compiled = launcher.compile(made.source, architecture)
-        assert set(compiled.spill_bytes) == {f"relu_{operation}"}
+        assert set(compiled.spill_bytes) == {f"jaxnorm_relu_{operation}"}
         assert max(compiled.spill_bytes.values()) == 0
         assert max(compiled.registers.values()) <= 64  # 4 blocks of 256 threads run at once
 

@@ -1,11 +1,11 @@
 """The emulator of row programs' kernels, and machine.cuh's and functions.cuh's functions on it."""
 
 import re
-import types
 
 import jax
 import jax.extend
 import jax.numpy as jnp
+import launches
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,23 +21,7 @@ KINDS = ("char", "short", "int", "long long")
 
 
 def make_call(kernels, **fields):
-    values = {
-        "source": PREFIX + kernels,
-        "threads": 128,
-        "shared_bytes": 0,
-        "cluster": 1,
-        "rows_per_tile": 1,
-        "blocks": 0,
-        "chunk_multiple": 1,
-        "group_dims": 0,
-        "sizes": ((0, 0, 1),),
-        "arguments": (0, 1),
-        "scratch": (),
-        "finish": (),
-        "finish_arguments": (),
-    }
-    assert not fields.keys() - values.keys()
-    return types.SimpleNamespace(**{**values, **fields})
+    return launches.call(PREFIX + kernels, **{"rows_per_tile": 1, **fields})
 
 
 def normal(shape, seed=0):
@@ -52,7 +36,7 @@ def softmax(x):
 # A row of 512 elements for each block of 128 threads; `sum_barrier` stands between two uses of shared memory.
 SOFTMAX = """
 extern "C" __global__ void __launch_bounds__(128)
-row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, int chunks, int d0) {
+jaxnorm_row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, int chunks, int d0) {
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
   float* shared = (float*)dynamic_shared();
   for (long long r = blockIdx.x; r < rows; r += chunks) {
@@ -100,8 +84,8 @@ def test_missing_barrier_shows():
 # Column sums of groups of rows: each block adds up its rows, the second kernel what blocks have.
 SUMS = """
 extern "C" __global__ void __launch_bounds__(64)
-row_program(const char* __restrict__ i0, char* __restrict__ o0, float* __restrict__ s0, long long rows, int chunks,
-            int d0, int d1) {
+jaxnorm_row_program(const char* __restrict__ i0, char* __restrict__ o0, float* __restrict__ s0, long long rows,
+                    int chunks, int d0, int d1) {
   const int t = threadIdx.x, group = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const int tiles = (d1 + 3) / 4;
   const int first = (int)((long long)tiles * chunk / chunks) * 4;
@@ -118,8 +102,8 @@ row_program(const char* __restrict__ i0, char* __restrict__ o0, float* __restric
   s0[(u64)blockIdx.x * 64 + t] = sum;
 }
 extern "C" __global__ void __launch_bounds__(1024)
-row_program_finish(const float* __restrict__ s0, char* __restrict__ o1, long long rows, int chunks, int groups, int d0,
-                   int d1) {
+jaxnorm_row_program_finish(const float* __restrict__ s0, char* __restrict__ o1, long long rows, int chunks, int groups,
+                           int d0, int d1) {
   __shared__ float sums[32][33];
   const int x = threadIdx.x, y = threadIdx.y, column = blockIdx.x * 32 + x;
   if (blockIdx.y >= groups) return;
@@ -187,7 +171,7 @@ def test_launch_rules():
 # Four blocks take a row together: each writes its sums to where all others read them.
 CLUSTER = """
 extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(64)
-row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, int chunks, int d0) {
+jaxnorm_row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, int chunks, int d0) {
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5, rank = blockIdx.x % 4;
   u64* filled = (u64*)dynamic_shared();
   float* shared = (float*)(filled + 2);
@@ -242,7 +226,7 @@ def test_cluster_errors():
         run(kernel, cluster=2)
     # Without the last cluster_sync a block may end while another one writes to it.
     body = """
-extern "C" __global__ void row_program(const char* i0, char* o0, long long rows, int chunks, int d0) {
+extern "C" __global__ void jaxnorm_row_program(const char* i0, char* o0, long long rows, int chunks, int d0) {
   u64* barrier = (u64*)dynamic_shared();
   if (threadIdx.x == 0) barrier_init(barrier, 1), barriers_ready();
   cluster_sync();
@@ -270,7 +254,7 @@ extern "C" __global__ void row_program(const char* i0, char* o0, long long rows,
 # Rows come through a ring of three places in shared memory, each with a barrier.
 RING = """
 extern "C" __global__ void __launch_bounds__(96)
-row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, int chunks, int d0) {
+jaxnorm_row_program(const char* __restrict__ i0, char* __restrict__ o0, long long rows, int chunks, int d0) {
   const int t = threadIdx.x;
   char* ring = dynamic_shared() + 32;
   u64* barriers = (u64*)dynamic_shared();
@@ -344,8 +328,8 @@ def test_ring_errors():
 # A row of COLUMNS elements begins anywhere in a vector; vectors that lie wholly in the row are taken at once.
 EDGES = """
 extern "C" __global__ void __launch_bounds__(32)
-row_program(const char* __restrict__ i0, char* __restrict__ o0, char* __restrict__ o1, long long rows, int chunks,
-            int d0) {
+jaxnorm_row_program(const char* __restrict__ i0, char* __restrict__ o0, char* __restrict__ o1, long long rows,
+                    int chunks, int d0) {
   const long long begin = (long long)blockIdx.x * COLUMNS;
   const char* row = i0 + begin * SIZE;
   const int shift = (int)(begin % COUNT);
@@ -397,7 +381,7 @@ def each(body, operands, *dtypes):
     stores = [f"{kind(d)} r{n};" for n, d in enumerate(results)]
     last = [f"o{n}[i] = r{n};" for n in range(len(results))]
     kernel = f"""
-extern "C" __global__ void row_program({", ".join(pointers)}, long long rows, int chunks, int d0) {{
+extern "C" __global__ void jaxnorm_row_program({", ".join(pointers)}, long long rows, int chunks, int d0) {{
   for (int i = blockIdx.x * 32 + threadIdx.x; i < rows; i += chunks * 32) {{
     {" ".join(loads + stores)}
     {body}
@@ -573,7 +557,7 @@ def test_floats_as_integers(wide):
 
 def body_call(body, threads=64, **fields):
     head = """
-extern "C" __global__ void row_program(const char* i0, char* o0, long long rows, int chunks, int d0) {
+extern "C" __global__ void jaxnorm_row_program(const char* i0, char* o0, long long rows, int chunks, int d0) {
   const int t = threadIdx.x, lane = t & 31;
   u32 w[4] = {};
 """

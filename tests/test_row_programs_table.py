@@ -238,7 +238,7 @@ def test_compile_figures(monkeypatch):
     assert len(found) == 2
     for figures, source in found:
         assert figures["plan_seconds"] > 0
-        assert figures["registers"]["row_program"] > 0
+        assert figures["registers"]["jaxnorm_row_program"] > 0
         assert figures["architecture"] == 90
         assert "row_program" in source
     # The second time that a process asks, it has the binary itself.

@@ -75,7 +75,7 @@ def test_every_operation(monkeypatch, capsys):
 
     def compiled(source):
         seen.append(source)
-        return launcher.Compiled(b"", {}, {"row_program": 0}, 0.0, False)
+        return launcher.Compiled(b"", {}, {"jaxnorm_row_program": 0}, 0.0, False)
 
     assert report.main(["warm", *(f"{name}:24x40:f64" for name in report.OPERATIONS)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -43,9 +43,9 @@ _FINAL_THREADS, _FINAL_AT_ONCE = 128, 4
 def _launch_of(
     kernel: str, blocks: int, threads: int, arguments: dict[str, list], **options
 ) -> Launch:
-    """A launch of a kernel whose arguments have these C++ types, with their members."""
+    """A launch of `jaxnorm_<kernel>`, whose arguments have these C++ types, with their members."""
     words = tuple(packed(*members) for members in arguments.values())
-    return Launch(kernel, (blocks, 1, 1), (threads, 1, 1), words, **options)
+    return Launch(f"jaxnorm_{kernel}", (blocks, 1, 1), (threads, 1, 1), words, **options)
 
 
 def _sizes(arguments: dict[str, list]) -> tuple[tuple[str, int], ...]:

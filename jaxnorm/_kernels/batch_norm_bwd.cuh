@@ -18,8 +18,8 @@ DEVICE Known LoadKnown(const GroupArrays& arrays, u32 channel) {
 }
 
 extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
-    batch_norm_bwd(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
-                   float epsilon) {
+    jaxnorm_batch_norm_bwd(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
+                           float epsilon) {
   uint4* const shared_bytes = (uint4*)dynamic_shared();
   const ResidentTile tile(plan, shared_bytes);
   const Resident block(plan, tile, shared_bytes);

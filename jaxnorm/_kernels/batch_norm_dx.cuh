@@ -61,8 +61,9 @@ constexpr int kDxBlocks = kCrowded ? 3 : 2;
 
 // DX_TERMS: x and the sums of backward are there, so that dx is more than g times a factor.
 extern "C" __global__ void __launch_bounds__(kThreads, DX_MASKED ? 1 : kDxBlocks)
-    batch_norm_dx(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                  const __grid_constant__ BitsView view, const __grid_constant__ MaskView mask, A epsilon, A n) {
+    jaxnorm_batch_norm_dx(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
+                          const __grid_constant__ BitsView view, const __grid_constant__ MaskView mask, A epsilon,
+                          A n) {
   constexpr int kLines = DX_MASKED ? 2 : kBatch<1>;
   Part part = FindPart(lines, spans, true);
   const T* dy = arrays.dy.Of<T>(part.group);

@@ -21,7 +21,7 @@ struct FinalPlan {
 // short, and of the two ways to the partial results the one for channels last, which have many, has several loads of a
 // thread under way at once; the other has so many lanes that each finds about one.
 extern "C" __global__ void __launch_bounds__(kFinalThreads)
-    batch_norm_final(const __grid_constant__ FinalPlan plan, A epsilon, const __grid_constant__ Lines lines) {
+    jaxnorm_batch_norm_final(const __grid_constant__ FinalPlan plan, A epsilon, const __grid_constant__ Lines lines) {
   using P = Partial;
   LetNextBegin();
   const int width_bits = kFinalBits - plan.tile_bits - plan.span_bits;

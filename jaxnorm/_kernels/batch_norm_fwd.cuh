@@ -11,8 +11,8 @@ constexpr int kFwdStep = FWD_BITS == kRaggedBits ? RaggedBits::kMostLines : kFwd
 constexpr int kFwdBlocks = sizeof(T) == 2 ? 3 : 2;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kFwdBlocks)
-    batch_norm_fwd(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                   const __grid_constant__ BitsView view, A epsilon, int relu) {
+    jaxnorm_batch_norm_fwd(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
+                           const __grid_constant__ BitsView view, A epsilon, int relu) {
   Part part = FindPart(lines, spans, true);
   const T* x = arrays.x.Of<T>(part.group);
   const T* residual = FWD_RESIDUAL ? arrays.residual.Of<T>(part.group) : nullptr;

@@ -9,8 +9,9 @@ enum { kReadAll, kReadMasked, kReadKeepEnd };  // STATS_READ
 using Partial = Moments;
 
 extern "C" __global__ void __launch_bounds__(kThreads, STATS_READ == kReadMasked ? 2 : kReduceBlocks)
-    batch_norm_stats(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                     Walk walk, Partials<Moments> partials, const __grid_constant__ MaskView view) {
+    jaxnorm_batch_norm_stats(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines,
+                             Spans spans, Walk walk, Partials<Moments> partials,
+                             const __grid_constant__ MaskView view) {
   Part part = FindPart(lines, spans, false);
   const T* x = arrays.x.Of<T>(part.group);
   Batch<kStatsBatch>(lines, part, part.begin, part.active && part.begin < part.full).Prefetch(x);

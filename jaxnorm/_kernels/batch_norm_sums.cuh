@@ -15,8 +15,8 @@ using Partial = Totals;
 constexpr int kSumsBatch = SUMS_BITS == kRaggedBits ? kBatch<1> : kBatch<2>;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kReduceBlocks)
-    batch_norm_sums(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines, Spans spans,
-                    Walk walk, Partials<Totals> partials, const __grid_constant__ BitsView view) {
+    jaxnorm_batch_norm_sums(const __grid_constant__ GroupArrays arrays, const __grid_constant__ Lines lines,
+                            Spans spans, Walk walk, Partials<Totals> partials, const __grid_constant__ BitsView view) {
   constexpr int kLines = kSumsBatch;
   constexpr bool kProduct = SUMS_NEED != kNeedBias;
   Part part = FindPart(lines, spans, false);

@@ -62,8 +62,8 @@ DEVICE void WriteResults(const Resident& block, const ResidentTile& tile, const 
 }
 
 extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
-    batch_norm_train(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays, u32 inner,
-                     float epsilon, int relu) {
+    jaxnorm_batch_norm_train(const __grid_constant__ ResidentPlan plan, const __grid_constant__ GroupArrays arrays,
+                             u32 inner, float epsilon, int relu) {
   uint4* const shared_bytes = (uint4*)dynamic_shared();
   const ResidentTile tile(plan, shared_bytes);
   tile.Copy(plan, shared_bytes);

@@ -42,13 +42,13 @@ def plan(operation: str, shape: Sequence[int], dtype, addends: int = 1) -> Plan 
     flat = columns % 8 == 0 or size == columns
     rows = bit_rows(columns)
     arguments = (*(packed(Pointer(p)) for p in pointers), packed(("l", size)), packed(*rows))
-    kernel = f"relu_{operation}"
+    name = f"relu_{operation}"
     return Plan(
-        kernel,
+        name,
         dtype.name,
-        ("bits", "relu", kernel),
+        ("bits", "relu", name),
         (*constants, ("RELU_FLAT", int(flat))),
-        (Launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), arguments),),
+        (Launch(f"jaxnorm_{name}", (blocks, 1, 1), (_THREADS, 1, 1), arguments),),
         (("Rows", size_of(*rows)),),
         None,
         buffer_bytes,

@@ -17,7 +17,8 @@ struct UnsignedOf<2> {
 using Bits = UnsignedOf<sizeof(T)>::type;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    relu_bwd(const u8* __restrict__ mask, const Bits* __restrict__ t, Bits* __restrict__ out, i64 size, Rows rows) {
+    jaxnorm_relu_bwd(const u8* __restrict__ mask, const Bits* __restrict__ t, Bits* __restrict__ out, i64 size,
+                     Rows rows) {
   const i64 begin = i64{blockIdx.x} * kTile<Bits>;
   const u32 count = (u32)min(size - begin, i64{kTile<Bits>});
 

@@ -22,8 +22,8 @@ DEVICE u8 JoinBits(u32 bits) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    relu_fwd(const T* __restrict__ x, const T* __restrict__ z, T* __restrict__ y, u8* __restrict__ mask, i64 size,
-             Rows rows) {
+    jaxnorm_relu_fwd(const T* __restrict__ x, const T* __restrict__ z, T* __restrict__ y, u8* __restrict__ mask,
+                     i64 size, Rows rows) {
   const i64 begin = i64{blockIdx.x} * kTile<T>;
   const u32 count = (u32)min(size - begin, i64{kTile<T>});
 

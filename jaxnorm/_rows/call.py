@@ -21,6 +21,11 @@ from jaxnorm._rows.shared_memory import exchanged_words, keeps_columns, shared_b
 SPILLS = 48
 
 
+def kernel_name(operation: str) -> str:
+    """What profiles show."""
+    return f"jaxnorm_{operation}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call that runs a row program.
@@ -28,7 +33,7 @@ class Call:
     Buffers are numbered: operands, then results, then scratch.
 
     Attributes:
-      source: CUDA text with the kernel `row_program` and, where there is something to finish, `row_program_finish`.
+      source: CUDA text with the kernel and, where there is something to finish, a kernel whose name ends in `_finish`.
       threads: of a block.
       shared_bytes: of a block's dynamic shared memory.
       cluster: blocks of a cluster, or that share rows anywhere in the grid; 1 where no blocks do.
@@ -37,13 +42,13 @@ class Call:
       chunk_multiple: in how many classes the tiles of persistent blocks must stay apart.
       group_dims: how many leading row dimensions make groups whose sums over rows stay apart.
       sizes: for each row dimension (buffer, dimension, divisor), or (-1, size, 1).
-      arguments: buffers that row_program takes.
+      arguments: buffers that the kernel takes.
       scratch: shapes of the float32 results that follow the program's own.
-      finish: (blocks along x, blocks along z) of row_program_finish, or ().
-      finish_arguments: buffers that row_program_finish takes.
+      finish: (blocks along x, blocks along z) of the finishing kernel, or ().
+      finish_arguments: buffers that the finishing kernel takes.
       together: whether blocks share rows without being a cluster, so that all blocks of the grid run at once.
       plan: the schedule, for people. The launcher needs nothing of it.
-      operation: what error messages begin with.
+      operation: what error messages begin with, and what the kernels are named after.
     """
 
     source: str
@@ -64,6 +69,10 @@ class Call:
     operation: str = "row_program"
 
     @property
+    def kernel(self) -> str:
+        return kernel_name(self.operation)
+
+    @property
     def attributes(self) -> dict:
         """The attributes of the FFI call."""
         scalars = [_launch.ROWS, _launch.CHUNKS]
@@ -74,7 +83,7 @@ class Call:
 
         launches = [
             _launch.Launch(
-                "row_program",
+                self.kernel,
                 (1, 1, 1),
                 (self.threads, 1, 1),
                 arguments(self.arguments, scalars),
@@ -89,7 +98,7 @@ class Call:
             own = arguments(self.finish_arguments, [*scalars, _launch.GROUPS])
             rule = _launch.GROUPS_ALONG_Y
             launches += [
-                _launch.Launch("row_program_finish", (x, 1, z), (32, 1, 1), own, rule=rule)
+                _launch.Launch(f"{self.kernel}_finish", (x, 1, z), (32, 1, 1), own, rule=rule)
             ]
         tiles = _launch.RowTiles(
             self.rows_per_tile, self.blocks, self.chunk_multiple, self.group_dims, self.sizes
@@ -112,13 +121,16 @@ def simplified(closed) -> Program:
     return simplify(cached_program_of(closed))
 
 
-def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
+def row_call(
+    closed, device: Device, plan: Plan | None = None, operation: str = Call.operation
+) -> Call:
     """The call that computes a jaxpr.
 
     Args:
       closed: a closed jaxpr without constants.
       device: for which the schedule is made.
       plan: the schedule, instead of the one that `schedule` chooses.
+      operation: its name.
 
     Raises:
       NotARowProgram: if the jaxpr is none.
@@ -142,7 +154,7 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
     scratch = [first_scratch + i for i in range(len(shapes))]
     finish_blocks = -(-program.width // finish_columns(program, group_dims))
     return Call(
-        source=emit(program, plan),
+        source=emit(program, plan, kernel_name(operation)),
         threads=plan.threads,
         shared_bytes=shared_bytes(program, plan),
         cluster=plan.cluster,
@@ -157,11 +169,16 @@ def row_call(closed, device: Device, plan: Plan | None = None) -> Call:
         finish_arguments=(*scratch[: len(sums)], *after, *inputs) if after else (),
         together=plan.grid > 0,
         plan=plan,
+        operation=operation,
     )
 
 
 def compiled_row_call(
-    closed, device: Device, compiled: Callable, tuned: Callable = lambda program, source: None
+    closed,
+    device: Device,
+    compiled: Callable,
+    tuned: Callable = lambda program, source: None,
+    operation: str = Call.operation,
 ) -> Call:
     """`row_call` with a schedule that was measured, or whose kernel does not spill registers, where there is one.
 
@@ -170,12 +187,13 @@ def compiled_row_call(
       device: for which the schedule is made.
       compiled: (source, architecture) -> `launcher.Compiled`.
       tuned: (program, source under the schedule that `schedule` chooses) -> the plan that was measured, or None.
+      operation: its name.
     """
     program = simplified(closed)
     plan, best = schedule(program, device), None
-    call = row_call(closed, device, plan)
+    call = row_call(closed, device, plan, operation)
     if measured := tuned(program, call.source):
-        return row_call(closed, device, measured)
+        return row_call(closed, device, measured, operation)
     while True:
         spills = max(compiled(call.source, device.architecture).spill_bytes.values())
         if best is None or spills < best[0]:
@@ -183,7 +201,7 @@ def compiled_row_call(
         if spills <= SPILLS or plan.blocks == 1:
             return best[1]
         plan = with_fewer_blocks(program, device, plan)
-        call = row_call(closed, device, plan)
+        call = row_call(closed, device, plan, operation)
 
 
 def _scratch_shape(row_sum, program, plan, blocks, group_dims) -> tuple:

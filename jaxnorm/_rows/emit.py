@@ -1,8 +1,8 @@
 """The CUDA text of a program under a plan.
 
-One kernel, `row_program`, goes through tiles of rows. For each row it runs the program's phases: a loop over the
+One kernel goes through tiles of rows. For each row it runs the program's phases: a loop over the
 thread's slots, then an exchange between the threads that share the row. Sums over rows stay in each thread, are
-written as partial results, and the kernel `row_program_finish` adds those up.
+written as partial results, and a second kernel, whose name ends in `_finish`, adds the partial results up.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ def preamble() -> str:
     return "".join((here / name).read_text() for name in ("machine.cuh", "functions.cuh"))
 
 
-def emit(program: Program, plan: Plan) -> str:
-    """The CUDA text of `row_program` and, where there are sums over rows, `row_program_finish`."""
+def emit(program: Program, plan: Plan, kernel: str = "jaxnorm_row_program") -> str:
+    """The CUDA text of the kernel and, where there are sums over rows, of `<kernel>_finish`."""
     if plan.side:
         from jaxnorm._rows.emit_strided import StridedEmitter
 
-        return preamble() + StridedEmitter(program, plan).text()
-    return preamble() + Emitter(program, plan).text()
+        return preamble() + StridedEmitter(program, plan, kernel).text()
+    return preamble() + Emitter(program, plan, kernel).text()
 
 
 class Emitter(Grid):
@@ -52,7 +52,7 @@ class Emitter(Grid):
         bounds = f"__launch_bounds__({self.plan.threads}, {self.plan.blocks})"
         cluster = f"__cluster_dims__({self.plan.cluster}, 1, 1) " if self.plan.clustered else ""
         with self.w.block(
-            f'extern "C" __global__ void {cluster}{bounds} row_program({self._parameters()})'
+            f'extern "C" __global__ void {cluster}{bounds} {self.kernel}({self._parameters()})'
         ):
             self._begin()
             if self.plan.grid:

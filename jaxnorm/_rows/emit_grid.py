@@ -27,8 +27,8 @@ from jaxnorm._rows.shared_memory import exchanged_words, grid_memory, row_loads
 class Grid(Sums, Reductions):
     """The rows of a group of blocks."""
 
-    def __init__(self, program: Program, plan: Plan):
-        super().__init__(program, plan)
+    def __init__(self, program: Program, plan: Plan, kernel: str):
+        super().__init__(program, plan, kernel)
         #: whether a block writes results of sums over rows by itself
         self.direct = sums_end_here(program, plan)
         if plan.grid:

@@ -32,10 +32,10 @@ from jaxnorm._rows.text import Strides, Writer, addresses, row_index
 
 
 class Base:
-    """A program, its plan, and the names of values in the text."""
+    """A program, its plan, its kernel's name, and the names of values in the text."""
 
-    def __init__(self, program: Program, plan: Plan):
-        self.program, self.plan = program, plan
+    def __init__(self, program: Program, plan: Plan, kernel: str):
+        self.program, self.plan, self.kernel = program, plan, kernel
         self.phases = Phases(program)
         self.w = Writer()
         self.order = {n: i for i, n in enumerate(self.phases.order)}

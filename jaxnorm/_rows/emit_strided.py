@@ -17,8 +17,8 @@ from jaxnorm._rows.text import addresses
 class StridedEmitter(Emitter):
     """What differs where rows lie side by side: who has which rows and columns, how they are loaded and stored."""
 
-    def __init__(self, program, plan):
-        super().__init__(program, plan)
+    def __init__(self, program, plan, kernel):
+        super().__init__(program, plan, kernel)
         self.loaded_rows = self.rows[:1]
 
     # ---- threads and rows ----

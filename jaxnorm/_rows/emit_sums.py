@@ -7,14 +7,14 @@ from jaxnorm._rows.graph import Node
 from jaxnorm._rows.rules import Input, Output, Program
 from jaxnorm._rows.text import addresses, product
 
-# Blocks of `row_program_finish` that run at once on most GPUs; more of them take turns.
+# Blocks of the finishing kernel that run at once on most GPUs; more of them take turns.
 FINISH_BLOCKS = 256
 # Partial results that a thread loads at once, so that it waits once for them.
 FINISH_LOADS = 8
 
 
 def finish_columns(program: Program, group_dims: int) -> int:
-    """Columns of a block of `row_program_finish`. Blocks have 1024 threads; fewer where groups of rows have sums."""
+    """Columns of a block of the finishing kernel. Blocks have 1024 threads; fewer where groups of rows have sums."""
     results = sum(o.after for o in program.outputs)
     columns, most = 32, 32 if group_dims else 1024
     while columns < most and -(-program.width // columns) * results > FINISH_BLOCKS:
@@ -139,7 +139,7 @@ class Finish:
         w("")
         w("// The sums over rows, from the partial results of the blocks.")
         with w.block(
-            f'extern "C" __global__ void __launch_bounds__(1024) row_program_finish({", ".join(parameters + scalars)})'
+            f'extern "C" __global__ void __launch_bounds__(1024) {e.kernel}_finish({", ".join(parameters + scalars)})'
         ):
             w("const int thread = threadIdx.y * 32 + threadIdx.x, threads = 32 * blockDim.y;")
             widest = max(n.dtype.itemsize for n in e.phases.row_sums) // 4

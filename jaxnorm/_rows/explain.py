@@ -130,8 +130,8 @@ def kernel(
     registers = spills = None
     if _lib.module("cuda").available:
         compiled = launcher.compile(call.source, device.architecture)
-        registers = compiled.registers["row_program"]
-        spills = compiled.spill_bytes["row_program"]
+        registers = compiled.registers[call.kernel]
+        spills = compiled.spill_bytes[call.kernel]
     phases = Phases(program)
     read = nbytes(v.aval for v in open_jaxpr(closed)[0].invars)
     written = nbytes(closed.out_avals)

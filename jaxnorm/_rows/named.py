@@ -1,6 +1,5 @@
 """Operations with a name as row programs: the FFI calls that compute their formulas on GPUs."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -28,17 +27,17 @@ def row_plan(formula: Callable, skipped: tuple[int, ...] = ()) -> Callable[..., 
     def plan(operation, operands, _, /, **params):
         taken = [a for i, a in enumerate(operands) if i not in skipped]
         kinds = tuple((a.shape, a.dtype) for a in taken)
-        call = _planned(formula, kinds, tuple(params.items()), device_here(), trace_context())
+        key = kinds, tuple(params.items()), device_here(), trace_context()
+        call = _planned(operation, formula, *key)
         if call is None:
             return None
-        call = dataclasses.replace(call, operation=operation)
         return Call(_launch.TARGET, call.attributes, call.scratch, skipped)
 
     return plan
 
 
 @functools.lru_cache(maxsize=1024)
-def _planned(formula, kinds, params, device, _) -> RowCall | None:
+def _planned(operation, formula, kinds, params, device, _) -> RowCall | None:
     if any(n == 0 for shape, _ in kinds for n in shape if isinstance(n, int)):
         return None
     # Each device computes its own block, wherever the call was traced.
@@ -48,6 +47,6 @@ def _planned(formula, kinds, params, device, _) -> RowCall | None:
         )
     assert not constants
     try:
-        return compile_here(closed, device)
+        return compile_here(closed, device, operation)
     except NotARowProgram:
         return None

@@ -48,6 +48,7 @@ from jaxnorm._primitive.programs import (
 from jaxnorm._primitive.rules import NOT_MAPPED, is_present, mapped_size, zero
 from jaxnorm._rows import launcher, local, save, tune
 from jaxnorm._rows.bits import pack_bits_p
+from jaxnorm._rows.call import Call as RowCall
 from jaxnorm._rows.call import compiled_row_call, device_here
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.rules import cached_program_of
@@ -466,10 +467,10 @@ def kernel_program(closed):
     return typed(program, avals), needed.operands, results
 
 
-def compile_here(closed, device):
+def compile_here(closed, device, operation=RowCall.operation):
     """What the launcher is told of a program on a device, under the schedule that was measured if there is one."""
     return compiled_row_call(
-        closed, device, launcher.compile, functools.partial(tune.measured, device)
+        closed, device, launcher.compile, functools.partial(tune.measured, device), operation
     )
 
 

@@ -1,6 +1,6 @@
 """Row programs of each schedule and kind, one run of each, for compute-sanitizer; see tests/test_fuse_gpu.py.
 
-Operands are copied from the host, so that a tool that follows the kernels named row_program alone knows of all of them.
+Operands are copied from the host, so that a tool that follows the kernels named jaxnorm_* alone knows of all of them.
 """
 
 import json

@@ -10,10 +10,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jaxnorm._ops import OPERATIONS
+from jaxnorm._ops.record import Sizes, parameter_dtype
+
 NORMS = ("layer_norm", "rms_norm")
 BATCH_NORMS = ("batch_norm", "batch_norm_inference")
 CROSS_ENTROPY = "softmax_cross_entropy"
-OPS = ("softmax", "log_softmax", "relu", "add_relu", *NORMS, *BATCH_NORMS, CROSS_ENTROPY, "program")
+OPS = (*OPERATIONS, "program")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TAGS = ("ci", "full", "widths", "gpu")
 
@@ -86,9 +89,7 @@ class Case:
     @property
     def parameters(self) -> int:
         """Arrays of one row, or of one number per feature, that the operation takes, as a norm does."""
-        parameters = {"layer_norm": 2, "rms_norm": 1} | dict.fromkeys(BATCH_NORMS, 2)
-        inside = {"norm": "layer_norm", "conv": "batch_norm"} | BORDERS
-        return parameters.get(inside.get(self.program, self.op), 0)
+        return OPERATIONS[self.operation].parameters
 
     @property
     def arrays(self) -> int:
@@ -98,7 +99,7 @@ class Case:
     @property
     def parameter_dtype(self) -> str:
         """Of parameters, and of losses."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return parameter_dtype(self.dtype)
 
     @property
     def size(self) -> int:
@@ -140,90 +141,49 @@ class Case:
         """Whether it is a program with matrix products or convolutions."""
         return self.program not in ("", "scores", *BORDERS)
 
-    def min_bytes(self, direction: str) -> int:
-        """Fewest bytes that must cross memory: each input read once, each output written once.
+    @property
+    def operation(self) -> str:
+        """The operation, or the one inside of the program."""
+        inside = {"mlp": "relu", "norm": "layer_norm", "conv": "batch_norm"} | BORDERS
+        return inside.get(self.program, "softmax") if self.program else self.op
 
-        Softmax: forward reads x and writes y, backward reads y and dy and writes dx. ReLU keeps one
-        bit per element, so that training forward also writes ceil(columns / 8) bytes per row and
-        backward reads them and dy, and writes dx. add_relu reads one array more in forward. `where`
-        (one byte an element) and `bias` are read by forward once at their own size; backward does
-        not need them, as y is 0 where `where` is false. A norm reads its parameters; training forward
-        writes the statistics of each row, backward reads them, x, dy and scale, and writes dx and the
-        parameters' gradients. batch_norm reads x twice forward, and x, dy and the bits of a ReLU twice
-        backward: what a feature needs is known only when all of it was seen. The cross-entropy reads
-        logits and labels forward and writes a loss for each label; backward and grad read those and
-        dy, and write dx.
-
-        Together: what one program that is given all arguments and dy cannot do without. x and dy are
-        read, y and dx written, each once, and nothing is kept, neither bits nor statistics; so two
-        kernels, of which the second reads x or y again, reach 4/5 of the rate at most. add_relu: both
-        gradients are one array. batch_norm: statistics need x; its sums for backward, unless there is a
-        ReLU that asks for the statistics first, come with them; so x is read twice, or three times
-        with a ReLU, and dy twice, or with a residual once, as the gradient of that has all that the
-        last pass needs.
-
-        A program counts the operation inside it alone, forward and backward, not its matrix products;
-        one of `BORDERS` counts its arguments and results.
-        """
-        if self.op == CROSS_ENTROPY:
-            return self._cross_entropy_bytes(direction)
-        if self.op in BATCH_NORMS or self.program == "conv":
-            return self._batch_norm_bytes(direction)
-        if self.program in BORDERS:
-            return self._border_bytes(direction)
-        if self.parameters:
-            return self._norm_bytes(direction)
-        n = self.nbytes
+    @property
+    def sizes(self) -> Sizes:
         operands = math.prod(self.where_shape) if self.where_shape is not None else 0
         if self.bias_shape is not None:
             operands += math.prod(self.bias_shape) * ITEMSIZE[self.dtype]
-        mask = self.size // max(self.columns, 1) * -(-self.columns // 8)
-        is_relu = self.op in ("relu", "add_relu") or self.program == "mlp"
-        if not is_relu:
-            mask = 0
-        inputs = 2 if self.op == "add_relu" else 1
-        forward = (inputs + 1) * n + operands
-        backward = 2 * n + mask if is_relu else 3 * n
-        match direction:
-            case "forward":
-                return forward
-            case "forward_train":
-                return forward + mask
-            case "backward":
-                return backward
-            case "together":
-                return (inputs + 3) * n + operands
-            case "grad" if self.program == "scores":
-                return 4 * n + operands
-            case "grad":
-                return forward + mask + backward
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+        last = self.array_shape[-1] if self.array_shape else 1
+        return Sizes(
+            array=self.nbytes,
+            arrays=self.arrays,
+            operands=operands,
+            columns=self.columns,
+            rows=self.size // max(self.columns, 1),
+            number=ITEMSIZE[self.parameter_dtype],
+            bits=self.size // max(last, 1) * -(-last // 8),
+            relu=bool(self.tail),
+        )
 
-    def _batch_norm_bytes(self, direction: str) -> int:
-        n, feature = self.nbytes, self.columns * ITEMSIZE[self.parameter_dtype]
-        last = self.shape[-1]
-        bits = self.size // max(last, 1) * -(-last // 8) if self.tail else 0
-        residual = n * (self.arrays - 1)
-        if self.op == "batch_norm_inference":
-            if direction == "forward":
-                return 2 * n + residual + 4 * feature
-            if direction == "together":  # sums for parameters alone: no array is read twice
-                return 4 * n + 2 * residual + 6 * feature
-            raise ValueError(f"direction must be forward or together, got {direction!r}")
-        forward = 3 * n + residual + 4 * feature
-        backward = 5 * n + 2 * bits + residual + 5 * feature
-        match direction:
-            case "forward":
-                return forward
-            case "forward_train":
-                return forward + bits
-            case "backward":
-                return backward
-            case "together":
-                return (7 if self.tail else 6) * n + 2 * residual + 4 * feature
-            case "grad":
-                return forward + bits + backward
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    def min_bytes(self, direction: str) -> int:
+        """Fewest bytes that must cross memory: each input read once, each output written once.
+
+        `Operation.bytes` in jaxnorm/_ops has what an operation must read and write. Together: what one program that is
+        given all arguments and dy cannot do without. x and dy are read, y and dx written, each once, and nothing is
+        kept, neither bits nor statistics; so two kernels, of which the second reads x or y again, reach 4/5 of the rate
+        at most.
+
+        A program counts the operation inside it alone, forward and backward, not its matrix products; one of `BORDERS`
+        counts its arguments and results. "scores" counts x, dy, y and dx.
+        """
+        if self.program in BORDERS:
+            return self._border_bytes(direction)
+        if (self.program, direction) == ("scores", "grad"):
+            direction = "together"
+        try:
+            return OPERATIONS[self.operation].bytes(self.sizes, direction)
+        except KeyError:
+            known = ", ".join(self.directions)
+            raise ValueError(f"direction must be one of {known}, got {direction!r}") from None
 
     def _border_bytes(self, direction: str) -> int:
         parameters = self.parameters * self.columns * ITEMSIZE[self.parameter_dtype]
@@ -233,38 +193,6 @@ class Case:
             case "grad":
                 return (2 * self.arrays + 1) * self.nbytes + 2 * parameters
         raise ValueError(f"direction must be forward or grad, got {direction!r}")
-
-    def _cross_entropy_bytes(self, direction: str) -> int:
-        n, rows = self.nbytes, self.size // max(self.columns, 1)
-        labels, losses = 4 * rows, ITEMSIZE[self.parameter_dtype] * rows
-        match direction:
-            case "forward":
-                return n + labels + losses
-            case "backward" | "grad":
-                return 2 * n + labels + losses
-            case "together":
-                return 2 * n + labels + 2 * losses
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-
-    def _norm_bytes(self, direction: str) -> int:
-        item = ITEMSIZE[self.parameter_dtype]
-        row = self.columns * item
-        statistics = self.size // max(self.columns, 1) * item * self.parameters
-        parameters = self.parameters * row
-        forward = 2 * self.nbytes + parameters
-        backward = 3 * self.nbytes + statistics + row + parameters
-        match direction:
-            case "forward":
-                return forward
-            case "forward_train":
-                return forward + statistics
-            case "backward":
-                return backward
-            case "together":
-                return 4 * self.nbytes + 2 * parameters
-            case "grad":
-                return forward + statistics + backward
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
 
 def _tags(*names: str) -> frozenset[str]:

@@ -13,6 +13,7 @@ import jaxnorm
 from bench.cases import BATCH_NORMS, BORDERS, CROSS_ENTROPY, NORMS, Case
 from bench.timing import Data, residual_bytes
 from jaxnorm._measure import timer
+from jaxnorm._ops import OPERATIONS
 
 NAMES = ("jaxnorm", "kernel", "xla", "xla-y", "torch", "torch.compile", "liger", "quack")
 
@@ -54,45 +55,6 @@ def prepare(name: str, case: Case, direction: str, data: Data) -> Prepared:
 # ---- JAX ----
 
 
-def _xla_softmax(function, x, axis=-1, where=None, *, scale=None, bias=None):
-    if scale is not None:
-        x = x * scale
-    if bias is not None:
-        x = x + bias
-    return function(x, axis, where=where)
-
-
-def _xla_norm(x, scale, bias=None, *, center, epsilon=1e-6):
-    """As Flax computes it by default: variance as mean(x^2) - mean(x)^2, in one pass."""
-    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    y = x.astype(dtype)
-    variance = jnp.mean(y * y, -1, keepdims=True)
-    if center:
-        mean = jnp.mean(y, -1, keepdims=True)
-        variance = jnp.maximum(0, variance - mean * mean)
-        y = y - mean
-    y = y * (jax.lax.rsqrt(variance + epsilon) * scale)
-    return (y if bias is None else y + bias).astype(x.dtype)
-
-
-def _xla_batch_norm(
-    x, *statistics_and_parameters, axis=-1, epsilon=1e-5, residual=None, activation=None
-):
-    """As Flax computes it by default: variance as mean(x^2) - mean(x)^2, in one pass."""
-    *statistics, scale, bias = statistics_and_parameters
-    reduced = [i for i in range(x.ndim) if i != axis % x.ndim]
-    y = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    mean, variance = statistics or (jnp.mean(y, reduced), jnp.mean(y * y, reduced))
-    if not statistics:
-        variance = jnp.maximum(0, variance - mean * mean)
-    factor = jax.lax.rsqrt(variance + epsilon) * scale
-    y = (y - jnp.expand_dims(mean, reduced)) * jnp.expand_dims(factor, reduced)
-    y = y + jnp.expand_dims(bias, reduced)
-    y = (y if residual is None else y + residual).astype(x.dtype)
-    y = y if activation is None else jax.nn.relu(y)
-    return y if statistics else (y, mean, variance)
-
-
 @jax.custom_vjp
 def _relu_of_result(x):
     """ReLU with a derivative by y > 0: backward reads y in place of one bit per element."""
@@ -113,30 +75,10 @@ _relu_of_result.defvjp(_relu_of_result_fwd, _relu_of_result_bwd)
 _XLA_Y_OPS = {"relu": _relu_of_result, "add_relu": lambda x, y: _relu_of_result(x + y)}
 
 
-def _xla_cross_entropy(x, labels, axis=-1):
-    """As `optax.softmax_cross_entropy_with_integer_labels` computes it, in x's dtype."""
-    picked = jnp.take_along_axis(x, jnp.expand_dims(labels, axis), axis).squeeze(axis)
-    loss = jax.nn.logsumexp(x, axis) - picked
-    return loss.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-
-
-_XLA_OPS = {
-    "softmax": functools.partial(_xla_softmax, jax.nn.softmax),
-    "log_softmax": functools.partial(_xla_softmax, jax.nn.log_softmax),
-    "relu": jax.nn.relu,
-    "add_relu": lambda x, y: jax.nn.relu(x + y),
-    "layer_norm": functools.partial(_xla_norm, center=True),
-    "rms_norm": functools.partial(_xla_norm, center=False),
-    "batch_norm": _xla_batch_norm,
-    "batch_norm_inference": _xla_batch_norm,
-    CROSS_ENTROPY: _xla_cross_entropy,
-}
-
-
 def jax_operation(name: str, op: str) -> Callable:
     """`op` of jaxnorm ("jaxnorm", "kernel") or XLA ("xla", "xla-y"), called with jaxnorm's arguments."""
     if name == "xla":
-        return _XLA_OPS[op]
+        return OPERATIONS[op].xla
     if name == "xla-y":
         if op not in _XLA_Y_OPS:
             raise Unsupported("xla-y has relu and add_relu only")

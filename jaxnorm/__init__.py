@@ -2,14 +2,14 @@
 
 from jaxnorm import _lib
 from jaxnorm._lib import status
+from jaxnorm._ops.batch_norm import batch_norm, batch_norm_inference
+from jaxnorm._ops.cross_entropy import softmax_cross_entropy
+from jaxnorm._ops.norm import layer_norm, rms_norm
+from jaxnorm._ops.relu import add_relu, relu
+from jaxnorm._ops.softmax import log_softmax, softmax
 from jaxnorm._primitive.define import export_checks
 from jaxnorm.autofuse import autofuse
-from jaxnorm.batch_norm import batch_norm, batch_norm_inference
-from jaxnorm.cross_entropy import softmax_cross_entropy
 from jaxnorm.fuse import fuse
-from jaxnorm.norm import layer_norm, rms_norm
-from jaxnorm.relu import add_relu, relu
-from jaxnorm.softmax import log_softmax, softmax
 
 __version__ = _lib.VERSION
 

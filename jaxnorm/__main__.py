@@ -22,9 +22,9 @@ import jaxnorm
 from jaxnorm import _lib, _warm
 from jaxnorm._measure import display, timer
 from jaxnorm._measure.errors import Check, run_checks
-from jaxnorm._measure.operations import OPERATIONS, Operation
 from jaxnorm._measure.speed import Compared, compare_times
 from jaxnorm._measure.summary import check_table, plot, time_table, verdict_of
+from jaxnorm._ops import OPERATIONS, Operation
 from jaxnorm._rows import launcher
 from jaxnorm._rows.call import device_here
 from jaxnorm._rows.plan import DEVICES

@@ -8,7 +8,7 @@ import jax
 from jax.extend.mlir import ir
 
 from jaxnorm import _launch
-from jaxnorm._measure.operations import Operation, gradient_of
+from jaxnorm._ops.record import Operation, gradient_of
 from jaxnorm._rows import launcher
 
 
@@ -28,8 +28,8 @@ class Case:
         kinds = self.op.argument_kinds(self.shape, self.dtype)
         args = tuple(jax.ShapeDtypeStruct(*kind) for kind in kinds)
         dy = jax.ShapeDtypeStruct(*self.op.result_kind(self.shape, self.dtype))
-        gradient = gradient_of(self.op.kernel, self.op.parameters)
-        traced = jax.jit(self.op.kernel).trace(*args), gradient.trace(args, dy)
+        gradient = gradient_of(self.op.plain_call, self.op.parameters)
+        traced = jax.jit(self.op.plain_call).trace(*args), gradient.trace(args, dy)
         return [t.lower(lowering_platforms=("cuda",)) for t in traced]
 
 

@@ -14,9 +14,9 @@ import row_emulator
 from suite import rand
 
 from bench import cases
-from jaxnorm import _batch_norm_primitives as primitives
 from jaxnorm._kernels import batch_norm, layout
 from jaxnorm._kernels.plan import Plan
+from jaxnorm._ops import batch_norm_primitives as primitives
 from jaxnorm._rows import launcher
 from jaxnorm._rows.plan import DEVICES
 

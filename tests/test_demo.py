@@ -74,9 +74,10 @@ def test_report_as_json_on_stdout(tmp_path):
 
 def test_report_fails_with_a_wrong_operation(tmp_path):
     program = (
-        "import sys, jaxnorm\n"
-        "jaxnorm.relu = lambda x, **_: x\n"
-        "from jaxnorm.__main__ import main\n"
+        "import dataclasses, sys\n"
+        "from jaxnorm.__main__ import OPERATIONS, main\n"
+        "def relu(x): return x\n"
+        "OPERATIONS['relu'] = dataclasses.replace(OPERATIONS['relu'], function=relu)\n"
         "sys.exit(main(['--op', 'relu', '--shape', '16x16', '--dtype', 'float32']))\n"
     )
     done = run("-c", program, cwd=tmp_path)

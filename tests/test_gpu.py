@@ -245,7 +245,9 @@ def test_norm_one_gradient(shape, argnums):
     for i, got in zip(argnums, some, strict=True):
         if i == 0:
             # Alone it comes from another schedule, which adds up a row's sums in another order.
-            expected, sizes = (oracle.norm_vjp(args[0], dy, args[1], sizes=s)[0] for s in (False, True))
+            expected, sizes = (
+                oracle.norm_vjp(args[0], dy, args[1], sizes=s)[0] for s in (False, True)
+            )
             oracle.assert_close(got, expected, "bfloat16", size=sizes + np.mean(sizes), floor=16)
         elif shape[1] > 2048:
             np.testing.assert_array_equal(got, everything[i])

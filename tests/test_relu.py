@@ -23,7 +23,7 @@ LONG = (1023, 1024, 1025, 4095, 4097, 8193, 65537)
 
 
 # `jaxnorm.relu` is the function; it hides the module of that name.
-_module = importlib.import_module("jaxnorm.relu")
+_module = importlib.import_module("jaxnorm._ops.relu")
 RELU_FWD, RELU_BWD = _module.relu_fwd_p, _module.relu_bwd_p
 
 

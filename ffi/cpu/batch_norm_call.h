@@ -37,7 +37,7 @@
 
 namespace jaxnorm {
 
-// jaxnorm/_batch_norm_primitives.py holds the same numbers.
+// jaxnorm/_ops/batch_norm_primitives.py holds the same numbers.
 enum BatchNormName : int64_t {
   kBatchNormX = 1 << 0,
   kBatchNormDy = 1 << 1,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm._autofuse.algebra import Ref, Term, whole
-from jaxnorm._autofuse.program import Value
+from jaxnorm._autofuse.program import Program, Value
 from jaxnorm._autofuse.values import Mapping, Node, compose
 from jaxnorm._primitive.arithmetic import acc_dtype
 
@@ -153,3 +153,12 @@ def _short(value):
     if not isinstance(value, float) or np.float32(value) != value:
         return value
     return float(str(np.float32(value)))
+
+
+def outside_of_calls(find: Callable) -> Callable:
+    """From `find(output)` to what `Operation.find` is: nothing for calls with a derivative of their own."""
+
+    def candidates(program: Program, output: Value):
+        return iter(()) if output.equation in program.calls else find(output)
+
+    return candidates

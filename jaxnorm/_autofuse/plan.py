@@ -19,14 +19,16 @@ from jaxnorm import _check
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.algebra import Mismatch
 from jaxnorm._autofuse.match import Left, Match
-from jaxnorm._autofuse.patterns import cross_entropy, norm, relu, softmax
 from jaxnorm._autofuse.program import Equation, Level, Program, Value
 from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconverted, unwidened
+from jaxnorm._ops import OPERATIONS
 from jaxnorm._primitive.avals import varying_axes
 from jaxnorm._primitive.programs import run_equation, source_line
 
 # What was checked and failed says more than what did not look right.
 _CHECKED = 2
+# The last operation first: the cross-entropy has a softmax in it.
+_FINDERS = tuple(dict.fromkeys(op.find for op in reversed(OPERATIONS.values())))
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,7 +42,7 @@ class Replacement:
       results: (value, name of the result, the dimensions of x that its node's are) that it defines, the output first.
         None is for a dimension along which x is broadcast.
       sources: for each node that the operation reads, the value that holds it and its variable.
-      rule: of the cost table.
+      rule: whether it is worth it.
     """
 
     match: Match
@@ -104,14 +106,8 @@ class Plan:
             output = equation.outputs[0] if len(equation.outputs) == 1 else None
             if output is None or not is_float(output.view.node.dtype):
                 continue
-            if equation in self.program.calls:
-                yield equation, relu.find(output, self.program.calls[equation])
-            else:
-                yield equation, cross_entropy.find(output)
-                yield equation, norm.find(output)
-                yield equation, softmax.find(output)
-                if not self.program.has_own_derivative(equation.level):
-                    yield equation, relu.find_maximum(output)
+            for find in _FINDERS:
+                yield equation, find(self.program, output)
 
     def _check(self, match: Match) -> Replacement:
         """Raises Mismatch, or says how to replace."""
@@ -123,7 +119,7 @@ class Plan:
         shape = [n for n, d in zip(x.view.shape, x.view.dims, strict=True) if d is not None]
         _check_axes(match, len(shape))
         results = self._results(match, region, level)
-        rule = costs.rule_for(match.operation, shape, match.axes, match.operands)
+        rule = OPERATIONS[match.operation].rule(shape, match.axes, match.operands)
         replacement = Replacement(match, level, region, sources, results, rule)
         original_function(replacement)  # the program's own code can be told from the rest
         here = [r for r in (*self.replacements, replacement) if r.level is level]

@@ -1,6 +1,5 @@
 """How right and how fast: what `python -m jaxnorm` runs, and what bench/ and the tuning of row programs measure with.
 
-operations  the operations, with the plain JAX formula and the float64 reference of each
 errors      errors of an operation against its reference
 speed       times of an operation next to XLA's
 summary     tables, plot and verdict of both

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxnorm._measure.operations import Operation, gradient_of, parameter_dtype
+from jaxnorm._ops.record import Operation, gradient_of, parameter_dtype
 
 
 @dataclasses.dataclass
@@ -73,7 +73,7 @@ def check(op: Operation, dtype: str, shape: Sequence[int], masked: bool) -> dict
     wide = [a.astype(np.float64) for a in (dy, *arrays)]
     expected = op.reference(*wide, where=where, scale=scale, tiny=tiny)
     args = tuple(map(jax.numpy.asarray, arrays))
-    got = gradient_of(op.kernel, op.parameters)(args, jax.numpy.asarray(dy), **options)
+    got = gradient_of(op.plain_call, op.parameters)(args, jax.numpy.asarray(dy), **options)
     like = (dy, args[0], *args[len(args) - op.parameters :])
     found = {"forward": (0.0, 0.0), "gradient": (0.0, 0.0)}
     for i, (value, wanted, argument) in enumerate(zip(got, expected, like, strict=True)):

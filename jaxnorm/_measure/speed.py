@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxnorm._measure import timer
-from jaxnorm._measure.operations import Operation, gradient_of
+from jaxnorm._ops.record import Operation, gradient_of
 
 
 @dataclasses.dataclass
@@ -56,8 +56,8 @@ def compare_times(op: Operation, dtype: str, shape: Sequence[int], direction: st
 
         found = timer.measure(
             {
-                "jaxnorm": workload(op.kernel),
-                "xla": workload(op.xla),
+                "jaxnorm": workload(op.plain_call),
+                "xla": workload(op.plain_xla),
                 "copy": timer.copy_workload(result.bytes),
             },
             budget=0.25,

@@ -19,7 +19,7 @@ from jax.lax import GatherScatterMode
 
 import jaxnorm
 from jaxnorm._autofuse.algebra import Mismatch, Ref, Term, collect, expand, unmasked, whole
-from jaxnorm._autofuse.match import Left, Match, Operand
+from jaxnorm._autofuse.match import Left, Match, Operand, outside_of_calls
 from jaxnorm._autofuse.program import Value
 from jaxnorm._autofuse.values import Node, at_least, identity, unconverted
 from jaxnorm._primitive.arithmetic import acc_dtype
@@ -41,6 +41,9 @@ def find(output: Value) -> Iterator[Match | Left]:
         yield _loss(output, inner, rows, picks[0], logarithms[0])
     except Mismatch as mismatch:
         yield Left("softmax_cross_entropy", picks[0], mismatch.reason, mismatch.rank)
+
+
+candidates = outside_of_calls(find)
 
 
 def _parts(root: Node) -> tuple[list[Node], list[Node]]:

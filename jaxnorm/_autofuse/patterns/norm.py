@@ -20,7 +20,7 @@ from jaxnorm._autofuse.algebra import (
     not_below_zero,
     whole,
 )
-from jaxnorm._autofuse.match import Left, Match, Operand
+from jaxnorm._autofuse.match import Left, Match, Operand, outside_of_calls
 from jaxnorm._autofuse.program import Value
 from jaxnorm._autofuse.values import Node, identity, is_float, unconverted
 
@@ -49,6 +49,9 @@ def find(output: Value, root: Ref | None = None) -> Iterator[Match | Left]:
                     yield match
         except Mismatch as mismatch:
             yield Left("normalisation", core, mismatch.reason, mismatch.rank)
+
+
+candidates = outside_of_calls(find)
 
 
 def _roots(root: Ref) -> list[Node]:

@@ -19,7 +19,18 @@ from jaxnorm._primitive.avals import struct_of
 from jaxnorm._primitive.programs import run_equation
 
 
-def find(output: Value, call: Level) -> Iterator[Match | Left]:
+def candidates(program: Program, output: Value) -> Iterator[Match | Left]:
+    """Ways to read a value as a ReLU, or why it is none."""
+    equation = output.equation
+    if equation is None:
+        return
+    if equation in program.calls:
+        yield from _find(output, program.calls[equation])
+    elif not program.has_own_derivative(equation.level):
+        yield from _find_maximum(output)
+
+
+def _find(output: Value, call: Level) -> Iterator[Match | Left]:
     """Ways to read a call with a derivative of its own as a ReLU, the one that takes most of the program first."""
     if len(call.inputs) != 1 or len(call.outputs) != 1:
         return
@@ -43,7 +54,7 @@ def find(output: Value, call: Level) -> Iterator[Match | Left]:
     yield from _before(output, Ref(x.view.node, dims), core)
 
 
-def find_maximum(output: Value) -> Iterator[Left]:
+def _find_maximum(output: Value) -> Iterator[Left]:
     """max(x, 0) outside of such a call; not max(0, x), which is how libraries keep variances from being negative."""
     operands = output.equation.inputs if output.equation else []
     if _argument(whole(output.view.node)) is not None and operands[-1].view.node.constant == 0:

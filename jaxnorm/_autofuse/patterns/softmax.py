@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from jaxnorm._autofuse.algebra import Mismatch, Ref, expand, unmasked, whole
-from jaxnorm._autofuse.match import Left, Match, Operand
+from jaxnorm._autofuse.match import Left, Match, Operand, outside_of_calls
 from jaxnorm._autofuse.patterns import norm
 from jaxnorm._autofuse.program import Value
 from jaxnorm._autofuse.values import Node, at_least, compose, identity
@@ -31,6 +31,9 @@ def find(output: Value) -> Iterator[Match | Left]:
         except Mismatch as mismatch:
             name = "log_softmax" if log else "softmax"
             yield Left(name, total.node, mismatch.reason, mismatch.rank)
+
+
+candidates = outside_of_calls(find)
 
 
 def _quotient(ref: Ref) -> tuple[Ref, Ref] | None:

@@ -1,6 +1,7 @@
-"""batch_norm and batch_norm_inference. What they bind, and all of its rules, is in _batch_norm_primitives.py."""
+"""batch_norm and batch_norm_inference. What they bind, and all of its rules, is in batch_norm_primitives.py."""
 
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from jaxnorm import _check
-from jaxnorm._batch_norm_primitives import (
+from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.patterns import norm as pattern
+from jaxnorm._ops.batch_norm_primitives import (
     bind,
     even_mask,
     forward,
@@ -22,6 +25,7 @@ from jaxnorm._batch_norm_primitives import (
     stats_p,
     tangents_of,
 )
+from jaxnorm._ops.record import EPSILON, Operation, Sizes, parameter_dtype
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import vary_alike
 from jaxnorm._primitive.named import only
@@ -344,3 +348,152 @@ def _normalise_jvp(call, primals, tangents):
         n: SymbolicZero(jax.typeof(v).to_tangent_aval()) if t is None else vary_alike(t, v)[0]
         for (n, v), t in zip(kept.items(), (out.get(f"{n}_dot") for n in kept), strict=True)
     }
+
+
+# ---- the record ----
+
+
+def _xla(x, *statistics_and_parameters, axis=-1, epsilon=1e-5, residual=None, activation=None):
+    """As Flax computes it by default: variance as mean(x^2) - mean(x)^2, in one pass."""
+    *statistics, scale, bias = statistics_and_parameters
+    reduced = [i for i in range(x.ndim) if i != axis % x.ndim]
+    y = x.astype(parameter_dtype(x.dtype.name))
+    mean, variance = statistics or (jnp.mean(y, reduced), jnp.mean(y * y, reduced))
+    if not statistics:
+        variance = jnp.maximum(0, variance - mean * mean)
+    factor = jax.lax.rsqrt(variance + epsilon) * scale
+    y = (y - jnp.expand_dims(mean, reduced)) * jnp.expand_dims(factor, reduced)
+    y = y + jnp.expand_dims(bias, reduced)
+    y = (y if residual is None else y + residual).astype(x.dtype)
+    y = y if activation is None else jax.nn.relu(y)
+    return y if statistics else (y, mean, variance)
+
+
+def _plain_training(function):
+    return lambda x, scale, bias: function(x, scale, bias, epsilon=EPSILON)[0]
+
+
+def _plain_statistics(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance of each feature in plain calls of batch_norm_inference."""
+    return np.linspace(-1, 1, columns), np.linspace(0.5, 2, columns)
+
+
+def _plain_inference(function):
+    def call(x, scale, bias):
+        statistics = (s.astype(scale.dtype) for s in _plain_statistics(x.shape[-1]))
+        return function(x, *statistics, scale, bias, epsilon=EPSILON)
+
+    return call
+
+
+def _reference(dy, x, gain, bias, *, tiny, **_):
+    rows = tuple(range(x.ndim - 1))
+    n = math.prod(x.shape[:-1])
+    mean = x.mean(rows)
+    rstd = 1 / np.sqrt(((x - mean) ** 2).mean(rows) + EPSILON)
+    xhat = (x - mean) * rstd
+    dbias, dgain = dy.sum(rows), (dy * xhat).sum(rows)
+    dx = rstd * gain * (dy - (dbias + xhat * dgain) / n)
+    # Features are centred before they are scaled: what cancels there is of x's size.
+    reach = (np.abs(x) + np.abs(mean)) * rstd
+    bias_size, gain_size = np.abs(dy).sum(rows), np.abs(dy * reach).sum(rows)
+    dx_size = rstd * np.abs(gain) * (np.abs(dy) + (bias_size + reach * gain_size) / n)
+    return (
+        (xhat * gain + bias, reach * np.abs(gain) + np.abs(bias), tiny),
+        (dx, dx_size, tiny),
+        (dgain, gain_size, tiny),
+        (dbias, bias_size, tiny),
+    )
+
+
+def _inference_reference(dy, x, gain, bias, *, tiny, **_):
+    rows = tuple(range(x.ndim - 1))
+    mean, variance = _plain_statistics(x.shape[-1])
+    rstd = 1 / np.sqrt(variance + EPSILON)
+    xhat = (x - mean) * rstd
+    reach = (np.abs(x) + np.abs(mean)) * rstd
+    dx = rstd * gain * dy
+    return (
+        (xhat * gain + bias, reach * np.abs(gain) + np.abs(bias), tiny),
+        (dx, np.abs(dx), tiny),
+        ((dy * xhat).sum(rows), np.abs(dy * reach).sum(rows), tiny),
+        (dy.sum(rows), np.abs(dy).sum(rows), tiny),
+    )
+
+
+def _bytes(sizes: Sizes, direction: str) -> int:
+    """Forward reads x twice, and backward x, dy and the bits of a ReLU: what a feature needs comes from all of it.
+
+    Together: statistics need x. Its sums for backward, unless a ReLU asks for the statistics first, come with them: x
+    is read twice, or three times with a ReLU. dy is read twice, or with a residual once, as the residual's gradient has
+    all that the last pass needs.
+    """
+    feature, bits = sizes.columns * sizes.number, sizes.bits if sizes.relu else 0
+    residual = sizes.array * (sizes.arrays - 1)
+    forward = 3 * sizes.array + residual + 4 * feature
+    backward = 5 * sizes.array + 2 * bits + residual + 5 * feature
+    return {
+        "forward": forward,
+        "forward_train": forward + bits,
+        "backward": backward,
+        "together": (7 if sizes.relu else 6) * sizes.array + 2 * residual + 4 * feature,
+        "grad": forward + bits + backward,
+    }[direction]
+
+
+def _inference_bytes(sizes: Sizes, direction: str) -> int:
+    """Forward reads x and writes y. Together also reads dy and writes dx; no array is read twice."""
+    feature, residual = sizes.columns * sizes.number, sizes.array * (sizes.arrays - 1)
+    return {
+        "forward": 2 * sizes.array + residual + 4 * feature,
+        "together": 4 * sizes.array + 2 * residual + 6 * feature,
+    }[direction]
+
+
+_CPU = ("cpu-ci-batch_norm.json",)
+
+OPERATIONS = (
+    Operation(
+        function=batch_norm,
+        xla=_xla,
+        reference=_reference,
+        bytes=_bytes,
+        find=pattern.candidates,
+        rules=(
+            costs.Rule(
+                costs.always,
+                costs.DIFFERENTIATED,
+                "keeps x and one bit per element",
+                (
+                    # This file has forward alone, too.
+                    costs.Figures(
+                        "H200", (0.99, 2.90), (2.08, 3.97), ("h200-batch_norm-first-card.json",)
+                    ),
+                    costs.Figures("CPU", (1.12, 2.21), (1.39, 2.59), _CPU),
+                ),
+            ),
+        ),
+        plain=_plain_training,
+        parameters=2,
+    ),
+    Operation(
+        function=batch_norm_inference,
+        xla=_xla,
+        reference=_inference_reference,
+        bytes=_inference_bytes,
+        find=pattern.candidates,
+        rules=(
+            costs.Rule(
+                costs.always,
+                costs.DIFFERENTIATED,
+                "XLA fuses it with its neighbours",
+                (
+                    costs.Figures("H200", (0.96, 1.24), None, ("h200-batch_norm_inference.json",)),
+                    costs.Figures("CPU", (1.11, 2.25), None, _CPU),
+                ),
+            ),
+        ),
+        plain=_plain_inference,
+        parameters=2,
+    ),
+)

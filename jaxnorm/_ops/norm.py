@@ -1,12 +1,18 @@
-"""layer_norm and rms_norm. What they bind, and all of its rules, is in _norm_primitives.py."""
+"""layer_norm and rms_norm. What they bind, and all of its rules, is in norm_primitives.py."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jaxnorm import _check
-from jaxnorm._norm_primitives import bind, fwd_results, norm_fwd_p
+from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.patterns import norm as pattern
+from jaxnorm._ops.norm_primitives import bind, fwd_results, norm_fwd_p
+from jaxnorm._ops.record import EPSILON, Operation, Sizes, parameter_dtype
 from jaxnorm._primitive.arithmetic import acc_dtype
 
 Axis = int | tuple[int, ...] | None
@@ -166,3 +172,107 @@ def _norm(op, x, scale, bias, axis, epsilon, scale_offset, residual, mask, imple
     }
     out = bind(norm_fwd_p, given, fwd_results(given, center), params)
     return out["y"] if residual is None else (out["y"], out["sum"])
+
+
+# ---- the record ----
+
+
+def _xla(x, scale, bias=None, *, center, epsilon=EPSILON):
+    """As Flax computes it by default: variance as mean(x^2) - mean(x)^2, in one pass."""
+    y = x.astype(parameter_dtype(x.dtype.name))
+    variance = jnp.mean(y * y, -1, keepdims=True)
+    if center:
+        mean = jnp.mean(y, -1, keepdims=True)
+        variance = jnp.maximum(0, variance - mean * mean)
+        y = y - mean
+    y = y * (jax.lax.rsqrt(variance + epsilon) * scale)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def _reference(dy, x, gain, bias=None, *, where, tiny, center, **_):
+    n = np.sum(np.broadcast_to(where, x.shape), -1, keepdims=True)
+
+    def mean(v):
+        return np.sum(np.where(where, v, 0), -1, keepdims=True) / n
+
+    shift = mean(x) if center else 0.0
+    rstd = 1 / np.sqrt(mean((x - shift) ** 2) + EPSILON)
+    xhat = (x - shift) * rstd
+    y, w = xhat * gain, dy * gain
+    of_w = w.sum(-1, keepdims=True) / n if center else 0.0
+    of_product = (w * xhat).sum(-1, keepdims=True) / n
+    dx = rstd * (w - np.where(where, of_w + xhat * of_product, 0))
+    # Rows are centred before they are scaled, so what cancels there is of x's size.
+    reach = (np.abs(x) + np.abs(shift)) * rstd
+    size = np.abs(w).sum(-1, keepdims=True) / n
+    size = size + reach * np.abs(w * reach).sum(-1, keepdims=True) / n
+    dx_size = rstd * (np.abs(w) + size)
+    rows = tuple(range(x.ndim - 1))
+    gradients = [(dx, dx_size, tiny), ((dy * xhat).sum(rows), np.abs(dy * reach).sum(rows), tiny)]
+    y_size = reach * np.abs(gain)
+    if bias is not None:
+        y, y_size = y + bias, y_size + np.abs(bias)
+        gradients.append((dy.sum(rows), np.abs(dy).sum(rows), tiny))
+    return (y, y_size, tiny), *gradients
+
+
+def _bytes(sizes: Sizes, direction: str, parameters: int) -> int:
+    """Forward reads x and the parameters and writes y; training also writes the statistics of each row.
+
+    Backward reads the statistics, x, dy and the scale, and writes dx and the parameters' gradients.
+    """
+    row = sizes.columns * sizes.number
+    statistics = sizes.rows * sizes.number * parameters
+    forward = 2 * sizes.array + parameters * row
+    backward = 3 * sizes.array + statistics + row + parameters * row
+    return {
+        "forward": forward,
+        "forward_train": forward + statistics,
+        "backward": backward,
+        "together": 4 * sizes.array + 2 * parameters * row,
+        "grad": forward + statistics + backward,
+    }[direction]
+
+
+_RMS_NORM = ("h200-rms_norm.json",)
+_CPU = ("cpu-ci.json",)
+_OTHER_AXES = costs.Rule(
+    lambda shape, axes, operands: not costs.last(shape, axes),
+    costs.DIFFERENTIATED,
+    "the plain formula, as there is no kernel for such axes; keeps x and one or two numbers per row",
+)
+_SHORT_ROWS_OF_RMS_NORM = costs.Rule(
+    lambda shape, axes, operands: costs.short_rows(shape, axes, 8192),
+    costs.DIFFERENTIATED,
+    "rows of at most 8192",
+    (
+        costs.Figures("H200", (0.98, 1.49), (2.49, 3.44), _RMS_NORM),
+        costs.Figures("CPU", (1.38, 2.38), (1.70, 2.22), _CPU),
+    ),
+)
+_OTHERWISE = costs.Rule(
+    costs.always,
+    costs.ALWAYS,
+    "",
+    (
+        costs.Figures("H200", (1.38, 2.35), (2.31, 4.78), ("h200-layer_norm.json", *_RMS_NORM)),
+        costs.Figures("CPU", (1.18, 2.95), (1.58, 4.50), _CPU),
+    ),
+)
+
+OPERATIONS = tuple(
+    Operation(
+        function=function,
+        xla=functools.partial(_xla, center=center),
+        reference=functools.partial(_reference, center=center),
+        bytes=functools.partial(_bytes, parameters=parameters),
+        find=pattern.candidates,
+        rules=rules,
+        parameters=parameters,
+        mask="mask",
+    )
+    for function, center, parameters, rules in (
+        (layer_norm, True, 2, (_OTHER_AXES, _OTHERWISE)),
+        (rms_norm, False, 1, (_OTHER_AXES, _SHORT_ROWS_OF_RMS_NORM, _OTHERWISE)),
+    )
+)

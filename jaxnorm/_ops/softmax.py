@@ -10,6 +10,7 @@ Operands have x's rank; any of them may have size 1 where the result does not, w
 a subset of the operands, cost nothing.
 """
 
+import functools
 from functools import partial
 
 import jax
@@ -20,7 +21,10 @@ from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
 from jaxnorm import _check
+from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.patterns import softmax as pattern
 from jaxnorm._axes import merge_axes
+from jaxnorm._ops.record import Operation, Sizes
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import broadcast_aval, vary_alike
 from jaxnorm._primitive.calls import broadcast_fits, row_fits
@@ -398,3 +402,102 @@ def _bwd_transpose(cotangents, y, t, *where, form, **params):
 ad.primitive_jvps[softmax_bwd_p] = _bwd_jvp
 ad.primitive_transposes[softmax_bwd_p] = _bwd_transpose
 batching.primitive_batchers[softmax_bwd_p] = partial(_batch, softmax_bwd_p)
+
+
+# ---- the record ----
+
+
+def _xla(function, x, axis=-1, where=None, *, scale=None, bias=None):
+    if scale is not None:
+        x = x * scale
+    if bias is not None:
+        x = x + bias
+    return function(x, axis, where=where)
+
+
+def _softmax_reference(dy, x, *, where, scale, tiny):
+    z = np.where(where, x * scale, -np.inf)
+    e = np.exp(z - z.max(-1, keepdims=True))
+    y = e / e.sum(-1, keepdims=True)
+    products = np.abs(y * dy).sum(-1, keepdims=True)
+    dx = scale * y * (dy - (y * dy).sum(-1, keepdims=True))
+    # Backward starts from the y that was stored. It is off by half a unit in the last place, or by
+    # what is below the smallest number that the dtype holds, and that error reaches every column
+    # through the sum.
+    size = scale * (y * (np.abs(dy) + products))
+    floor = scale * tiny * (np.abs(dy) + products + y * np.abs(dy).sum(-1, keepdims=True))
+    return (y, y, tiny), (dx, size, floor)
+
+
+def _log_softmax_reference(dy, x, *, where, scale, tiny):
+    z = np.where(where, x * scale, -np.inf)
+    top = z.max(-1, keepdims=True)
+    total = top + np.log(np.exp(z - top).sum(-1, keepdims=True))
+    y, p = z - total, np.exp(z - total)
+    dy = np.where(where, dy, 0)
+    dx = scale * (dy - p * dy.sum(-1, keepdims=True))
+    finite = np.where(where, y, 0)
+    size = np.abs(np.where(where, z, 0)) + np.abs(total) + np.abs(finite)
+    # exp(y) turns y's absolute error into a relative one.
+    reach = p * (1 + np.abs(finite)) * np.abs(dy).sum(-1, keepdims=True)
+    return (y, size, tiny), (dx, scale * (np.abs(dy) + reach), scale * tiny)
+
+
+def _bytes(sizes: Sizes, direction: str) -> int:
+    """Forward reads x and writes y; backward reads y and dy and writes dx.
+
+    Forward reads `where` (one byte an element) and `bias` once at their own size. Backward does not need them, as y is
+    0 where `where` is false.
+    """
+    arrays = {"forward": 2, "forward_train": 2, "backward": 3, "together": 4, "grad": 5}[direction]
+    return arrays * sizes.array + (0 if direction == "backward" else sizes.operands)
+
+
+_FILES = ("h200-softmax.json", "h200-log_softmax.json")
+_CPU = ("cpu-ci.json",)
+_RULES = (
+    costs.Rule(
+        lambda shape, axes, operands: costs.last(shape, axes)
+        and not {"where", "bias"}.isdisjoint(operands),
+        costs.ALWAYS,
+        "with a mask or bias",
+        (
+            costs.Figures("H200", (1.61, 3.39), (1.66, 2.69), _FILES),
+            costs.Figures("CPU", (1.94, 2.97), (2.07, 2.66), _CPU),
+        ),
+    ),
+    costs.Rule(
+        lambda shape, axes, operands: costs.short_rows(shape, axes, 16384),
+        costs.DIFFERENTIATED,
+        "XLA fuses it with its neighbours",  # h200-program.json has it within attention
+        (
+            costs.Figures("H200", (1.00, 1.33), (1.22, 1.57), _FILES),
+            costs.Figures("CPU", (1.19, 6.95), (1.40, 4.37), _CPU),
+        ),
+    ),
+    costs.Rule(
+        costs.always,
+        costs.ALWAYS,
+        "long rows, or an axis that is not the last",
+        (
+            costs.Figures("H200", (1.83, 2.55), (1.45, 2.16), _FILES),
+            costs.Figures("CPU", (1.38, 2.62), (1.53, 2.57), _CPU),
+        ),
+    ),
+)
+
+OPERATIONS = tuple(
+    Operation(
+        function=function,
+        xla=functools.partial(_xla, xla),
+        reference=reference,
+        bytes=_bytes,
+        find=pattern.candidates,
+        rules=_RULES,
+        mask="where",
+    )
+    for function, xla, reference in (
+        (softmax, jax.nn.softmax, _softmax_reference),
+        (log_softmax, jax.nn.log_softmax, _log_softmax_reference),
+    )
+)

@@ -27,7 +27,10 @@ from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
 from jaxnorm import _check
+from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.patterns import cross_entropy as pattern
 from jaxnorm._axes import merge_axes
+from jaxnorm._ops.record import Operation, Sizes, parameter_dtype
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import broadcast_aval, collapsed_aval, vary_alike
 from jaxnorm._primitive.calls import broadcast_fits, row_fits
@@ -435,3 +438,70 @@ ad.primitive_transposes[cross_entropy_jvp_p] = _jvp_transpose
 ad.primitive_transposes[cross_entropy_bwd_p] = _bwd_transpose
 for _primitive in (cross_entropy_fwd_p, cross_entropy_jvp_p, cross_entropy_bwd_p):
     batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
+
+
+# ---- the record ----
+
+
+def _xla(x, labels, axis=-1):
+    """As `optax.softmax_cross_entropy_with_integer_labels` computes it, in x's dtype."""
+    picked = jnp.take_along_axis(x, jnp.expand_dims(labels, axis), axis).squeeze(axis)
+    loss = jax.nn.logsumexp(x, axis) - picked
+    return loss.astype(parameter_dtype(x.dtype.name))
+
+
+def _plain_labels(shape) -> np.ndarray:
+    """Of plain calls."""
+    return (np.arange(math.prod(shape[:-1]), dtype=np.int32) * 7 % shape[-1]).reshape(shape[:-1])
+
+
+def _plain(function):
+    return lambda x, **options: function(x, _plain_labels(x.shape), **options)[..., None]
+
+
+def _reference(dy, x, *, where, tiny, **_):
+    z = np.where(where, x, -np.inf)
+    hit = np.arange(x.shape[-1]) == _plain_labels(x.shape)[..., None]
+    top = z.max(-1, keepdims=True)
+    lse = top + np.log(np.exp(z - top).sum(-1, keepdims=True))
+    picked = np.where(hit, z, 0).sum(-1, keepdims=True)
+    p = np.exp(z - lse)
+    dx = np.where(where, dy * (p - hit), 0)
+    # A rounding of lse is a relative error of p.
+    dx_size = np.abs(dy) * (p * (1 + np.abs(lse)) + hit)
+    return (lse - picked, np.abs(lse) + np.abs(top), tiny), (dx, dx_size, tiny)
+
+
+def _bytes(sizes: Sizes, direction: str) -> int:
+    """Forward reads logits and labels and writes a loss for each label; backward reads them and dy and writes dx."""
+    labels, losses = 4 * sizes.rows, sizes.number * sizes.rows
+    backward = 2 * sizes.array + labels + losses
+    return {
+        "forward": sizes.array + labels + losses,
+        "backward": backward,
+        "grad": backward,
+        "together": backward + losses,
+    }[direction]
+
+
+OPERATIONS = (
+    Operation(
+        function=softmax_cross_entropy,
+        xla=_xla,
+        reference=_reference,
+        bytes=_bytes,
+        find=pattern.candidates,
+        # A loss that nothing differentiates costs a fraction of its logits. What its derivative costs is in
+        # h200-softmax_cross_entropy.json, which a test compares with this verdict.
+        rules=(
+            costs.Rule(
+                costs.always,
+                costs.DIFFERENTIATED,
+                "writes no probabilities; keeps the logits, the labels and one number per row",
+            ),
+        ),
+        plain=_plain,
+        mask="where",
+        per_row=True,
+    ),
+)

@@ -12,12 +12,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 
 from jaxnorm import _bits, _check, _launch
+from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.patterns import relu as pattern
 from jaxnorm._kernels import relu as kernels
+from jaxnorm._ops.record import Operation, Sizes
 from jaxnorm._primitive.avals import aval_like, vary_alike
 from jaxnorm._primitive.calls import Call
 from jaxnorm._primitive.define import define_formula, define_primitive
@@ -270,3 +274,62 @@ def _bwd_transpose(cotangents, mask, t, *, implementation):
 ad.primitive_jvps[relu_bwd_p] = _bwd_jvp
 ad.primitive_transposes[relu_bwd_p] = _bwd_transpose
 batching.primitive_batchers[relu_bwd_p] = partial(_batch, relu_bwd_p)
+
+
+# ---- the record ----
+
+
+def _reference(dy, *addends, tiny, **_):
+    total = sum(addends)
+    # Only the sum rounds; the rest is selection.
+    size = np.abs(total) if len(addends) > 1 else 0 * total
+    return (np.maximum(total, 0), size, tiny), (np.where(total > 0, dy, 0), 0 * total, 0)
+
+
+def _bytes(sizes: Sizes, direction: str) -> int:
+    """Forward reads the operands and writes y; training also writes one bit for each element.
+
+    Backward reads the bits and dy, and writes dx. Both gradients of add_relu are one array.
+    """
+    forward = (sizes.arrays + 1) * sizes.array
+    backward = 2 * sizes.array + sizes.bits
+    return {
+        "forward": forward,
+        "forward_train": forward + sizes.bits,
+        "backward": backward,
+        "together": (sizes.arrays + 3) * sizes.array,
+        "grad": forward + sizes.bits + backward,
+    }[direction]
+
+
+_RULES = (
+    costs.Rule(
+        costs.always,
+        costs.ALWAYS,
+        "keeps one bit per element; XLA's own code where it is not differentiated",
+        (
+            costs.Figures(
+                "H200", (1.00, 1.00), (1.39, 1.95), ("h200-relu.json", "h200-add_relu.json")
+            ),
+            costs.Figures("CPU", (0.96, 1.15), (1.37, 2.75), ("cpu-ci.json",)),
+        ),
+    ),
+)
+
+
+def _xla_add_relu(x, y):
+    return jax.nn.relu(x + y)
+
+
+OPERATIONS = tuple(
+    Operation(
+        function=function,
+        xla=xla,
+        reference=_reference,
+        bytes=_bytes,
+        find=pattern.candidates,
+        rules=_RULES,
+        arrays=arrays,
+    )
+    for function, xla, arrays in ((relu, jax.nn.relu, 1), (add_relu, _xla_add_relu, 2))
+)

@@ -621,7 +621,7 @@ def test_errors_of_calls():
     with pytest.raises(EmulatorError, match="too many"):
         run_body("", shared_bytes=228 * 1024)
     with pytest.raises(ValueError, match=r"does not hold the text of machine\.cuh"):
-        row_emulator.run(make_call("", source=""), [], [])
+        row_emulator.run(launches.call(""), [], [])
 
 
 def test_bulk_copies_end_before_the_block():

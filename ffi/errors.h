@@ -23,7 +23,7 @@
 
 namespace jaxnorm {
 
-// What handlers return inside; XLA gets an error of its own kind.
+// The error type inside of handlers. XLA gets an error of its own type.
 class Error {
  public:
   Error(XLA_FFI_Error_Code code, std::string message) : code_(code), message_(std::move(message)) {}

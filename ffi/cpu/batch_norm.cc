@@ -1,12 +1,12 @@
 // batch_norm: statistics, the normalised result with its residual and ReLU, and both passes of backward.
 //
-// A group is seen in one of two ways. Where channels vary fastest, or inner runs are short, it is rows of columns that
-// each belong to one channel, and loops run along a row. Where inner runs are long, loops run along those, with one
-// channel each. Both keep to the order of memory; nothing is transposed.
+// A group is seen in one of two ways (View). Where channels vary fastest, or inner runs are short, a group is rows of
+// columns: each column belongs to one channel, and loops run along a row. Where inner runs are long, loops run along a
+// run, which belongs to one channel. Both ways keep the order of memory; nothing is transposed.
 //
-// Reductions are cut into pieces by shape alone, and the pieces' results are merged in order, so that results do not
-// depend on the number of threads. Variances are merged from the mean and squared deviations of tiles that are read
-// twice while they are in cache (Chan, Golub and LeVeque 1983).
+// Reductions are cut into pieces by shape alone, and the results of the pieces are merged in order, so that results do
+// not depend on the number of threads. Variances are merged from the mean and squared deviations of tiles (Chan, Golub
+// and LeVeque 1983). A tile is read twice while it is in cache.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -27,31 +27,33 @@ namespace {
 
 // ---- How a group is seen ----
 
-// Inner runs shorter than this are columns of their own. Statistics, which read each tile twice, gain more by it; other
-// loops would read what belongs to a channel once for each of its columns.
+// An inner run shorter than this is seen as columns, one for each element. The limit is higher for statistics, which
+// gain more because they read each tile twice. With columns, the other loops read the numbers of a channel once for
+// each column of the channel.
 inline constexpr int64_t kShortRun = 16, kShortRunOfStatistics = 256;
-// Narrow rows are taken several at a time, up to this many columns.
+// Several narrow rows are joined to a row of up to this many columns.
 inline constexpr int64_t kNarrow = 512;
 // Columns that are reduced together: their sums stay in the first-level cache.
 inline constexpr int64_t kColumns = 1024;
-// Part of an inner run that is reduced at once, from the first-level cache: it is read twice.
+// Elements of an inner run that are reduced at once. Statistics read them twice, the second time from the first-level
+// cache.
 inline constexpr int64_t kRun = 4096;
-// Rows of a tile: most of what a tile costs besides its elements is merging it.
+// Rows of a tile. Merging is most of what a tile costs besides its elements.
 inline constexpr int64_t kLeastTileRows = 16, kMostTileRows = 64;
 inline constexpr int64_t kTileElements = kColumns * kLeastTileRows;
-// Pieces of a reduction: enough for the threads there may be.
+// The most pieces of a reduction: enough for the threads there may be.
 inline constexpr int64_t kMostPieces = 64;
 
 struct View {
   int64_t size, channels, inner;
   bool columns;    // else runs
-  int64_t width;   // columns: of a row; runs: channels
-  int64_t fold;    // columns: after how many of them channels repeat
-  int64_t steps;   // columns: rows, the last of which may be shorter; runs: chunks of runs, all channels each
+  int64_t width;   // columns: the columns of a row; runs: channels
+  int64_t fold;    // columns: channels repeat after this many columns
+  int64_t steps;   // columns: rows, the last of which may be shorter; runs: chunks, each with all channels
   int64_t chunks;  // runs: chunks of one run
-  int64_t pieces;  // of the steps
-  int64_t strips;  // parts of the width that are reduced by themselves
-  int64_t strip;   // their width
+  int64_t pieces;  // parts of the steps
+  int64_t strips;  // parts of the width, which are reduced independently
+  int64_t strip;   // width of a strip
 
   explicit View(const BatchNormShape& shape, int64_t short_run = kShortRun)
       : size(shape.group_size()), channels(shape.channels), inner(shape.inner), columns(shape.inner < short_run) {
@@ -77,7 +79,7 @@ struct View {
   int64_t channel(int64_t slot) const { return columns ? slot % fold / inner : slot; }
 };
 
-// What a thread reduces: steps [begin, end) of a group, slots (columns or channels) [first, last).
+// The work of a thread in a reduction: steps [begin, end) of a group, slots (columns or channels) [first, last).
 struct Unit {
   int64_t group, piece, begin, end, first, last;
 };
@@ -94,7 +96,7 @@ Unit UnitAt(const View& view, int64_t index) {
   return unit;
 }
 
-// The results of a unit are three numbers per slot, those of one piece a row each.
+// A piece has three rows of results, each with a number per slot. A unit fills in its slots.
 template <typename A>
 struct Partials {
   A* first;
@@ -109,7 +111,7 @@ struct Partials {
 
 // ---- Masks and bits of a contiguous range of a group ----
 
-// Whether each element counts, a byte each.
+// keep[i] != 0 where element begin + i of the group counts.
 inline void LoadMask(const BatchNormArgs& args, int64_t group, int64_t begin, int64_t n, uint8_t* keep) {
   const BatchNormShape& shape = args.shape;
   const int64_t cols = shape.inner == 1 ? shape.channels : shape.inner;
@@ -127,7 +129,7 @@ inline void LoadMask(const BatchNormArgs& args, int64_t group, int64_t begin, in
   }
 }
 
-// A flag per element. This many bytes before and after them may be overwritten.
+// LoadFlags writes a flag per element, and may overwrite this many bytes before and after the flags.
 inline constexpr int64_t kFlagMargin = 64;
 JAXNORM_INLINE void LoadFlags(const uint8_t* bits, int64_t last, int64_t begin, int64_t n, uint8_t* flags) {
   const int64_t row_bytes = (last + 7) / 8;
@@ -147,27 +149,27 @@ JAXNORM_INLINE void LoadFlags(const uint8_t* bits, int64_t last, int64_t begin, 
   }
 }
 
-// Where element i of a group is, in an array of x's dtype.
+// The address of element i of a group, in an array of x's dtype.
 template <typename E>
 JAXNORM_INLINE void* ElementAt(const BatchNormArgs& args, const BatchNormBuffer& array, int64_t group, int64_t i) {
   return At<E>(args.dtype, array.data, array.groups.RowOffset(group) + i);
 }
 
-// The elements as a loop reads them, in `buffer` if not in place.
+// The elements as type E: in place, or converted into `buffer`.
 template <typename E>
 JAXNORM_INLINE const E* Stage(DataType dtype, const void* from, int64_t n, E* buffer) {
   if (IsNative<E>(dtype)) return static_cast<const E*>(from);
   Read(dtype, from, buffer, n);
   return buffer;
 }
-// Elements of a buffer that is used only where elements are staged, to float.
+// Size of a buffer for Stage, which converts to float only. With another E the buffer is not used.
 template <typename E>
 inline constexpr int64_t kStageSize(int64_t n) {
   return std::is_same_v<E, float> ? n : 1;
 }
 
-// to[i] = from[i] where the flag is set, else 0. Done by itself: loops over short segments would leave much of it to their
-// ends, where each flag is a branch.
+// to[i] = from[i] where the flag is set, else 0. This is a loop of its own: loops over short segments would do much of
+// the work in their scalar remainders, where each flag is a branch.
 template <typename Bits>
 JAXNORM_INLINE void SelectBits(const void* from, const uint8_t* flags, int64_t n, void* to) {
   const Bits* from_bits = static_cast<const Bits*>(from);
@@ -199,7 +201,8 @@ JAXNORM_INLINE void Choose(bool value, const Body& body) {
 
 // ---- g: dy where the bit is set, if there are bits ----
 
-// Elements [begin, begin + n) of a group as a loop reads them, n at most kMost; the buffers are for what is not in place.
+// Elements [begin, begin + n) of g as type E, n at most kMost. `selected` and `staged` are buffers for elements that
+// can not be read in place.
 template <int64_t kMost, typename E>
 JAXNORM_INLINE const E* LoadCotangent(const BatchNormArgs& args, int64_t group, int64_t begin, int64_t n, E* selected,
                                       E* staged) {
@@ -215,7 +218,7 @@ JAXNORM_INLINE const E* LoadCotangent(const BatchNormArgs& args, int64_t group, 
 
 // ---- Statistics: mean, sum of squared deviations, count ----
 
-// Calls body(row, integral constant: how many rows) for fours of rows, then for single ones.
+// Calls body(row, integral_constant(rows)) for groups of four rows, then for single rows.
 template <typename Body>
 JAXNORM_INLINE void ForRows(int64_t rows, const Body& body) {
   int64_t row = 0;
@@ -223,19 +226,20 @@ JAXNORM_INLINE void ForRows(int64_t rows, const Body& body) {
   for (; row < rows; ++row) body(row, std::integral_constant<int64_t, 1>());
 }
 
-// Merges two sets of numbers into the first one.
+// Merges the mean, sum of squared deviations and count of a second set into the numbers of the first set.
 template <typename A>
 JAXNORM_INLINE void Merge(A& mean, A& squares, A& count, A other_mean, A other_squares, A other_count) {
   const A total = count + other_count, delta = other_mean - mean;
   const A weight = total > 0 ? other_count / total : A{0};
   const A between = delta * (delta * (count * weight));
-  // Selected: of nothing there is no distance, whatever its square would be.
+  // A select: with an empty set the term is 0, even if delta is not finite.
   squares += other_squares + (count > 0 && other_count > 0 ? between : A{0});
   mean = count > 0 ? mean + (other_count > 0 ? delta * weight : A{0}) : other_mean;
   count = total;
 }
 
-// Of values that each stand for `count` elements' mean, whose rounding the sum of the deviations corrects.
+// Corrects the mean of `count` elements, and their sum of squared deviations, for the rounding of the mean.
+// `deviations` is the sum of the deviations from the rounded mean.
 template <typename A>
 JAXNORM_INLINE void Correct(A& mean, A& squares, A deviations, A count) {
   const A inverse = count > 0 ? 1 / count : A{0}, shift = deviations * inverse;
@@ -244,9 +248,9 @@ JAXNORM_INLINE void Correct(A& mean, A& squares, A deviations, A count) {
   mean += shift;
 }
 
-// One number per slot: its first value that counts, if that is far from 0 beside the distances between the first few, else
-// 0. Means are kept as distances from it, so that those of tiles, pieces and all of them have the precision of the
-// deviations, however far from 0 the values are.
+// One shift for each slot: the first value of the channel that counts, if this value is far from 0 compared with the
+// spread of the first kSamples values, else 0. Means are kept as distances from the shift, so that the means of tiles,
+// pieces and the whole channel have the precision of the deviations, however far from 0 the values are.
 template <typename A>
 void FindShifts(const BatchNormArgs& args, const View& view, int64_t group, A* shifts) {
   constexpr int64_t kMostRows = 64, kSamples = 8;
@@ -276,14 +280,14 @@ void FindShifts(const BatchNormArgs& args, const View& view, int64_t group, A* s
     std::copy_n(shifts, view.fold, shifts + i);
 }
 
-// Of values less their slot's shift.
+// Statistics of the values minus the shift of their slot.
 template <typename Number>
 struct Stats {
   using A = Number;
   const BatchNormArgs& args;
-  const A* shifts;  // those of all groups
+  const A* shifts;  // [groups][view.width]
 
-  // Rows [row, row + rows) of columns [first, last), merged into the results, which hold `before` rows already.
+  // Merges rows [row, row + rows) of columns [first, last) into `out`, which holds `before` rows already.
   JAXNORM_INLINE void Tile(const void* x, const View& view, const A* shift, int64_t row, int64_t rows, int64_t first,
                            int64_t last, A before, const Partials<A>& out) const {
     alignas(64) A mean[kColumns], deviations[kColumns], squares[kColumns];
@@ -349,7 +353,7 @@ struct Stats {
     }
   }
 
-  // The same where a mask says which elements count.
+  // Tile with a mask, which says which elements count.
   JAXNORM_INLINE void MaskedTile(const void* x, const View& view, const A* shift, int64_t group, int64_t row,
                                  int64_t rows, int64_t first, int64_t last, const Partials<A>& out) const {
     alignas(64) A count[kColumns], mean[kColumns], deviations[kColumns], squares[kColumns];
@@ -461,7 +465,7 @@ struct Stats {
     Merge(first, second, count, other_first, other_second, other_count);
   }
 
-  // All columns of one channel, put into the first one.
+  // Merges the n columns of one channel into the first of these columns.
   static JAXNORM_INLINE void Fold(A* mean, A* squares, A* count, int64_t n) {
     if (n == 1) return;
     const A origin = mean[0];
@@ -494,7 +498,8 @@ struct Sums {
   const BatchNormArgs& args;
   const double epsilon;
 
-  // What g is multiplied with, less `mean`. Without dscale, which is rare, it is g itself: nobody asks for the products.
+  // The factors of g in the second sum before `mean` is subtracted. Without dscale, which is rare, g itself serves as
+  // its factor: the products are not used.
   JAXNORM_INLINE const E* LoadFactors(int64_t group, int64_t begin, int64_t n, const E* g, E* buffer) const {
     return args.dscale ? Stage(args.dtype, ElementAt<E>(args, args.x, group, begin), n, buffer) : g;
   }
@@ -502,7 +507,7 @@ struct Sums {
     return args.dscale ? args.mean.Group<A>(group)[channel] : A{0};
   }
 
-  // Rows of columns; `mean` has one for each of the columns.
+  // Adds rows [row, row + rows) of columns [first, last) to `out`; mean[i] belongs to column first + i.
   JAXNORM_INLINE void Rows(int64_t group, const A* mean, const View& view, int64_t row, int64_t rows, int64_t first,
                            int64_t last, const Partials<A>& out) const {
     alignas(64) A dbias[kColumns], dscale[kColumns];
@@ -540,7 +545,8 @@ struct Sums {
     }
   }
 
-  // Runs of `n` elements of adjoining channels, kRun elements together at most.
+  // Adds one run of `n` elements of each channel in [first, last) to `out`. The runs adjoin, and have at most kRun
+  // elements together.
   JAXNORM_INLINE void Runs(int64_t group, int64_t group_size, int64_t begin, int64_t n, int64_t first, int64_t last,
                            const Partials<A>& out) const {
     alignas(64) E x_buffer[kStageSize<E>(kRun + kWidestVector)], dy_buffer[kStageSize<E>(kRun + kWidestVector)];
@@ -548,7 +554,7 @@ struct Sums {
     const int64_t size = (last - first) * n;
     const E* all_dy = LoadCotangent<kRun>(args, group, begin, size, selected, dy_buffer);
     const E* all_x = LoadFactors(group, begin, size, all_dy, x_buffer);
-    if (n <= kShortRow && begin + size + kWidestVector <= group_size) {  // as short_rows.h has them
+    if (n <= kShortRow && begin + size + kWidestVector <= group_size) {  // short rows, with slack: see short_rows.h
       A dbias[kRun / kShortRun], dscale[kRun / kShortRun], means[kRun / kShortRun];
       for (int64_t r = 0; r < last - first; ++r) means[r] = MeanOf(group, first + r);
       const A* mean = means;
@@ -610,7 +616,7 @@ struct Sums {
   void Store(const View&, int64_t group, int64_t channel, A dbias, A dscale, A) const {
     if (args.dbias) args.dbias.Group<A>(group)[channel] = dbias;
     if (args.dscale) {
-      // Of an empty batch, whose variance is NaN, the sum is 0.
+      // dscale of an empty batch is 0, although the variance of the batch is NaN.
       const A var = args.shape.reduced() > 0 ? args.var.Group<A>(group)[channel] : A{1};
       args.dscale.Group<A>(group)[channel] = dscale / std::sqrt(var + static_cast<A>(epsilon));
     }
@@ -626,7 +632,7 @@ JAXNORM_SIMD_CLONES void ReduceUnit(const Kernel& kernel, const View& view, cons
   kernel(view, unit, out);
 }
 
-// Adds up slots [begin, end) of the parts of a group in those of `to`; the parts lie `pitch` apart.
+// Combines slots [begin, end) of all parts of a group into the first part, `to`. Parts lie `pitch` numbers apart.
 template <typename Kernel>
 JAXNORM_SIMD_CLONES void CombineParts(const Partials<typename Kernel::A>& to, int64_t parts, int64_t pitch,
                                       int64_t begin, int64_t end) {
@@ -639,7 +645,7 @@ JAXNORM_SIMD_CLONES void CombineParts(const Partials<typename Kernel::A>& to, in
   }
 }
 
-// From the columns of channels [begin, end) to their results.
+// Folds the columns of each channel in [begin, end), and stores the channel's results.
 template <typename Kernel>
 JAXNORM_SIMD_CLONES void FinishChannels(const Kernel& kernel, const View& view, int64_t group, int64_t begin,
                                         int64_t end, const Partials<typename Kernel::A>& sums) {
@@ -683,12 +689,13 @@ Error Reduce(ffi::ThreadPool& pool, const Kernel& kernel, const View& view, int6
 
 // ---- Elementwise passes ----
 
-// A group's array is cut into blocks of whole runs of the last dimension, or parts of one, as its bits are.
+// A group's array is cut into blocks. A block is whole runs of the last dimension or a part of one run, because bits
+// are packed along a run.
 struct Blocks {
   int64_t size, last, together, per_run, count;
 
   explicit Blocks(const BatchNormShape& shape) : size(shape.group_size()) {
-    // Where runs are whole bytes their bits adjoin, and all of them are one.
+    // Where the bits of a run fill whole bytes, the bits of all runs adjoin, and the group is treated as one run.
     last = shape.last % 8 == 0 ? size : shape.last;
     together = std::max<int64_t>(1, kBlockElements / std::max<int64_t>(1, last));
     per_run = (last + kBlockElements - 1) / kBlockElements;
@@ -698,7 +705,7 @@ struct Blocks {
 };
 
 struct Block {
-  int64_t begin, runs, cols, bits;  // bits: first byte
+  int64_t begin, runs, cols, bits;  // bits: index of the first byte
 
   Block(const Blocks& blocks, int64_t index) {
     const int64_t run_bytes = (blocks.last + 7) / 8;
@@ -719,13 +726,13 @@ struct Block {
   int64_t size() const { return runs * cols; }
 };
 
-// Numbers of each column, or of each channel.
+// kNumbers numbers for each slot (column or channel) of the view.
 template <typename A, int kNumbers>
 struct Table {
   const View view;
   std::unique_ptr<A[]> data;
 
-  // of_channel(channel, numbers) fills in those of one.
+  // of_channel(c, numbers) fills in the numbers of channel c.
   template <typename F>
   Table(const View& view, const F& of_channel) : view(view), data(new A[std::max<int64_t>(1, kNumbers * view.width)]) {
     const int64_t distinct = view.columns ? view.fold : view.width, run = view.columns ? view.inner : 1;
@@ -741,7 +748,7 @@ struct Table {
   }
 };
 
-// The k-th number of the elements of a segment: those of adjoining columns, or one for all.
+// A number for each element of a segment: read from an array with an entry per column, or the same for the whole run.
 template <typename A, bool kColumnwise>
 struct Numbers {
   const A* from;
@@ -753,7 +760,8 @@ struct Numbers {
   }
 };
 
-// Calls segment(offset in the range, elements, slot) for the parts of a range that lie in one row or one run each.
+// Cuts elements [begin, begin + n) of a group into segments that lie in one row or one run, and calls segment(offset in
+// the range, elements, slot) for each segment.
 template <bool kColumnwise, typename F>
 JAXNORM_INLINE void ForSegments(const View& view, int64_t begin, int64_t n, const F& segment) {
   const int64_t length = kColumnwise ? view.width : view.inner;
@@ -814,7 +822,7 @@ struct Forward {
                              });
   }
 
-  // Of all segments, for the reason that Select has.
+  // Packs the bits of all segments at once, for the reason given at SelectBits.
   JAXNORM_INLINE void StoreBits(const void* y, const Block& block, uint8_t* bits) const {
     alignas(64) uint8_t flags[kBlockElements + 8];
     if (IsNative<A>(args.dtype)) {

@@ -1,32 +1,33 @@
-// The batch_norm calls: what they compute, and what kernels are told of them.
+// The batch_norm calls: their formulas, and the arguments that kernels get.
 //
-// An array of x's shape is seen as [groups][outer][channels][inner]. The first `groups` dimensions are those that vmap
-// mapped: each group is a batch of its own. Dimensions [axis, end) are the features ("channels"), all others are
-// reduced: outer before them, inner after them. Arithmetic is float32, or float64 for float64 (A below).
+// An array of x's shape is seen as [groups][outer][channels][inner]. The first `groups` dimensions were mapped by vmap:
+// each group is a batch of its own. Dimensions [axis, end) are the features ("channels"). All other dimensions are
+// reduced: outer before the features, inner after them. Arithmetic is float32, or float64 for float64 (A below).
 //
 // With n the number of elements that count for a channel, rstd = (var + epsilon)^-1/2, xhat = (x - mean) * rstd, and
-// g = dy where the bit is set, else 0 (selected; dy itself without bits):
+// g = dy where the bit is set, else 0 (a select; without bits g = dy):
 //
 // jaxnorm_batch_norm_stats: operands x, [mask]; results mean, var = mean of (x - mean)^2, [count] = n with a mask. The
-//   mask says which elements count. Without any, mean and var are NaN.
+//   mask says which elements count. If no element counts, mean and var are NaN.
 // jaxnorm_batch_norm_fwd: operands x, mean, var, [scale], [bias], [residual]; results y, [bits].
-//   y = (x - mean) * rstd * scale + bias + residual, then max(y, 0) if `relu` (NaN passes); bits = packbits(y > 0) as in
-//   relu_call.h, of y as it is rounded. Without `relu` there are no bits.
-// jaxnorm_batch_norm_sums: operands dy, [bits], and for dscale x, mean, var; results those of dbias = sum of g and
-//   dscale = sum of g * xhat that are asked for.
-// jaxnorm_batch_norm_dx: operands dy, [bits], [x], [mask, count], [mean], [var], [scale], [dbias, dscale], [dmean, dvar];
-//   results those that are asked for of
+//   y = (x - mean) * rstd * scale + bias + residual, then max(y, 0) if `relu` (NaN passes); bits = packbits(y > 0) as
+//   in relu_call.h, of the rounded y. Without `relu` there are no bits.
+// jaxnorm_batch_norm_sums: operands dy, [bits], and for dscale x, mean, var; results [dbias] = sum of g, [dscale] = sum
+//   of g * xhat.
+// jaxnorm_batch_norm_dx: operands dy, [bits], [x], [mask, count], [mean], [var], [scale], [dbias, dscale], [dmean,
+//   dvar]; results [dx], [dresidual].
 //   dx = rstd * scale * g - keep / n * (rstd * scale * (dbias + xhat * dscale) - dmean - 2 * (x - mean) * dvar),
 //   dresidual = g,
-//   with keep = 1 where the mask is on and 0 elsewhere (selected), and the terms of absent operands left out. n is the
-//   count, or without a mask outer * inner * `replicas`. Var (and scale) are there for dx with dy; x and mean if dbias or
-//   dmean is; operands beyond what is needed may be there all the same.
+//   with keep = 1 where the mask is on and 0 elsewhere (a select). The terms of absent operands are left out. n is the
+//   count, or without a mask outer * inner * `replicas`. dx needs var; with dbias or dmean it also needs x and mean.
+//   Operands that are not needed may be present.
 //
-// Operands and results are those that the attributes `operands` and `results` name, in the order of the bits below.
-// Arrays (x, dy, residual, y, dx, dresidual) are of one dtype. mean, var, count, scale, bias and the gradients of mean,
-// var, scale and bias are A, with size 1 in the reduced dimensions. Operands have size 1 in those of the groups'
-// dimensions in which they were not mapped; results have none. The mask has size 1 or the full size in any dimension, but
-// all or none of the features' if there is no inner dimension, else all or none of the inner dimensions'.
+// The attributes `operands` and `results` name the operands and results, which come in the order of the bits below.
+// Arrays (x, dy, residual, y, dx, dresidual) have one dtype. mean, var, count, scale, bias and the gradients of mean,
+// var, scale and bias are A, with size 1 in the reduced dimensions. An operand has size 1 in the group dimensions in
+// which it was not mapped; a result has the full size in all group dimensions. The mask has size 1 or the full size in
+// each dimension. Along the inner dimensions (along the features if inner == 1), it has size 1 in all or the full size
+// in all.
 #ifndef JAXNORM_CPU_BATCH_NORM_CALL_H_
 #define JAXNORM_CPU_BATCH_NORM_CALL_H_
 
@@ -67,10 +68,10 @@ struct BatchNormShape {
   int64_t bits_cols() const { return (last + 7) / 8; }  // bytes of bits for one run along the last dimension
 };
 
-// What one group has of an operand or result lies at data + groups.RowOffset(group) elements.
+// A group's part of an operand or result begins at element groups.RowOffset(group) of data.
 struct BatchNormBuffer {
   void* data = nullptr;
-  int64_t item_bytes = 0;  // of an element
+  int64_t item_bytes = 0;  // bytes of an element
   Broadcast groups;
   explicit operator bool() const { return data != nullptr; }
 
@@ -101,7 +102,7 @@ struct Layout {
   int64_t groups, axis, end;
   DataType dtype = DataType::kF32;
 
-  // Widens the groups' dimensions to what one more buffer broadcasts to.
+  // Widens the group dimensions to what one more buffer broadcasts to.
   Error Include(Dims dims) {
     JAXNORM_CHECK(dims.size() == full.size());
     for (int64_t i = 0; i < groups; ++i) {
@@ -122,7 +123,7 @@ struct Layout {
     return Error::Success();
   }
 
-  // A buffer whose dimensions beyond the groups' are `own`.
+  // A buffer whose dimensions after the group dimensions are `own`.
   Error Grouped(ffi::AnyBuffer buffer, DataType type, const DimList& own, BatchNormBuffer* out) const {
     JAXNORM_CHECK(TypeOf(buffer) == type);
     const Dims dims = buffer.dimensions();
@@ -161,7 +162,7 @@ struct Layout {
     JAXNORM_CHECK(TypeOf(buffer) == DataType::kPred);
     const Dims dims = buffer.dimensions();
     JAXNORM_CHECK(dims.size() == full.size());
-    const int64_t split = inner == 1 ? axis : end;  // rows before, columns from here on
+    const int64_t split = inner == 1 ? axis : end;  // rows before `split`, columns from `split` on
     DimList all(full.begin(), full.begin() + split), here(dims.begin(), dims.begin() + split);
     int64_t cols = 1, own_cols = 1;
     for (size_t i = split; i < dims.size(); ++i) {
@@ -224,7 +225,7 @@ inline bool Within(int64_t names, int64_t allowed) { return names >= 0 && (names
 
 }  // namespace batch_norm_internal
 
-// Decodes a call. The handler checks with the functions below that it holds what its kernel takes.
+// Decodes a call. With the functions below, a handler checks that the call has what its kernel takes.
 inline Error ParseBatchNorm(ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t groups, int64_t axis,
                             int64_t end, int64_t operand_names, int64_t result_names, BatchNormArgs* args) {
   constexpr int64_t kArrays = kBatchNormX | kBatchNormDy;

@@ -47,7 +47,7 @@ JAXNORM_INLINE uint8_t PackBits(uint64_t bytes) {
   return static_cast<uint8_t>(bytes);
 }
 
-// Spreads the bits of a byte over eight bytes, each 0 or not: a copy of the byte each, of which one bit is kept.
+// Spreads the bits of a byte over eight bytes, each zero or nonzero: byte i is a copy of the byte with only bit i kept.
 JAXNORM_INLINE uint64_t SpreadBits(uint64_t bits) {
   bits |= bits << 8;
   bits |= bits << 16;
@@ -55,10 +55,11 @@ JAXNORM_INLINE uint64_t SpreadBits(uint64_t bits) {
   return bits & 0x8040201008040201u;
 }
 
-// Work goes in blocks whose flags, a byte per element, stay in the first-level cache: whole rows, or a part of one.
+// Elements of a block, which is whole rows or a part of one row. Its flags, a byte per element, stay in the first-level
+// cache.
 inline constexpr int64_t kBlockElements = 2048;
 
-// Flags to a run of bits, and back, eight bytes at a time.
+// Packs flags into a run of bits, and back, eight flags at a time.
 JAXNORM_INLINE void PackRun(const uint8_t* flags, int64_t bytes, uint8_t* bits) {
 #pragma omp simd
   for (int64_t b = 0; b < bytes; ++b) {
@@ -75,7 +76,8 @@ JAXNORM_INLINE void UnpackRun(const uint8_t* bits, int64_t bytes, uint8_t* flags
   }
 }
 
-// Short rows: a loop over the bytes of each would cost more than they do, so their number is a constant.
+// Rows with up to this many bytes of mask are short: a loop over the bytes of a row would cost more than the bytes do,
+// so the number of bytes is a compile-time constant.
 inline constexpr int64_t kShortRowBytes = 8;
 
 template <int kBytes>
@@ -119,8 +121,8 @@ __attribute__((noinline)) inline void PackShortRows(const uint8_t* flags, int64_
   WithBytes((cols + 7) / 8, [&](auto bytes) JAXNORM_INLINE_LAMBDA { PackRows<bytes>(flags, rows, cols, mask); });
 }
 
-// From the mask of adjoining rows to a flag per element. Those of a row end in up to seven bytes too many, which the
-// next row overwrites.
+// Unpacks the mask of adjoining rows to a flag per element. A row writes up to seven flags too many, which the next row
+// overwrites.
 JAXNORM_INLINE void UnpackMask(const uint8_t* mask, int64_t rows, int64_t cols, uint8_t* flags) {
   const int64_t bytes = (cols + 7) / 8;
   if (rows > 1 && bytes <= kShortRowBytes) {

@@ -1,4 +1,5 @@
-// From XLA's buffers to what kernels see, with the checks that make a malformed call an error instead of a wrong address.
+// Conversion of XLA's buffers to kernel operands, with checks that make a malformed call an error instead of a wrong
+// address.
 #ifndef JAXNORM_CPU_BUFFERS_H_
 #define JAXNORM_CPU_BUFFERS_H_
 
@@ -42,7 +43,8 @@ inline Error SplitAtAxis(Dims dims, int64_t axis, AxisShape* shape) {
   return Error::Success();
 }
 
-// View of an operand with dimensions `operand` (each 1 or that of `full`) in a call over `full` along `axis`.
+// View of an operand with dimensions `operand` (each 1 or equal to the one of `full`) in a call over `full` along
+// `axis`.
 inline Error MakeBroadcast(Dims full, int64_t axis, Dims operand, Broadcast* out) {
   JAXNORM_CHECK(full.size() == operand.size());
   int64_t sizes[64], strides[64];  // innermost first

@@ -1,4 +1,4 @@
-// What kernels are told of a call.
+// Types of the arguments that kernels get.
 #ifndef JAXNORM_CPU_CALL_H_
 #define JAXNORM_CPU_CALL_H_
 
@@ -8,7 +8,7 @@
 
 namespace jaxnorm {
 
-// Those that calls have, numbered as XLA does; an operand may come with another one, which then fits no check.
+// The dtypes of calls, with XLA's numbers. A buffer may have another dtype, which then fails the checks.
 enum class DataType : uint8_t {
   kPred = XLA_FFI_DataType_PRED,
   kU8 = XLA_FFI_DataType_U8,
@@ -36,7 +36,7 @@ inline int64_t ByteWidth(DataType dtype) {
   return 0;
 }
 
-// What values of `dtype` are summed in, and numbers per row or channel are.
+// The dtype of sums over values of `dtype`, and of numbers per row or channel.
 inline DataType AccDtype(DataType dtype) { return dtype == DataType::kF64 ? DataType::kF64 : DataType::kF32; }
 
 // An array seen around one of its axes: element (o, a, i) lies at (o * axis + a) * inner + i.
@@ -46,11 +46,12 @@ struct AxisShape {
   int64_t size() const { return outer * axis * inner; }
 };
 
-// Dimensions left after neighbours with one common stride are merged; Python materialises operands of higher rank.
+// The most dimensions of an operand after neighbours with a common stride are merged. Python materialises other
+// operands.
 inline constexpr int kMaxBroadcastDims = 8;
 
-// Where the operand's element for row r (an index over all dimensions but the axis, row-major) and axis position a
-// lies: at the sum over d of digit_d(r) * stride[d], plus a * axis_stride. Broadcast dimensions have stride 0.
+// The operand's element for row r (an index over all dimensions but the axis, row-major) and axis position a lies at
+// the sum over d of digit_d(r) * stride[d], plus a * axis_stride. Broadcast dimensions have stride 0.
 struct Broadcast {
   int ndim = 0;                       // merged dimensions, outermost first
   int64_t size[kMaxBroadcastDims];    // digits of r

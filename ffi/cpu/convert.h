@@ -1,7 +1,7 @@
-// Arrays whose dtype is known only at run time, as loops over elements of type E read and write them: in place, or with
-// 16-bit floats converted in bulk before and after. So loops are compiled for two types instead of four, and elements
-// that a loop reads twice are converted once. E is float or double, or BF16 in loops that read once: its conversion is
-// so little work that they do it on the way.
+// Access of loops over elements of type E to arrays whose dtype is known only at run time: in place, or with 16-bit
+// floats converted in bulk before and after the loop. Loops are therefore compiled for two types instead of four, and
+// elements that a loop reads twice are converted once. E is float or double, or BF16 in loops that read each element
+// once: converting bfloat16 is so little work that these loops do it themselves.
 #ifndef JAXNORM_CPU_CONVERT_H_
 #define JAXNORM_CPU_CONVERT_H_
 
@@ -18,7 +18,7 @@ namespace jaxnorm {
 void Widen(DataType dtype, const void* from, float* to, int64_t n);
 void Narrow(DataType dtype, const float* from, void* to, int64_t n);
 
-// Whether elements of `dtype` are of type E, else they are converted to it.
+// Whether elements of `dtype` are read as type E in place. Otherwise they are converted to E.
 template <typename E>
 JAXNORM_INLINE bool IsNative(DataType dtype) {
   return !std::is_same_v<E, float> || dtype == DataType::kF32;
@@ -34,7 +34,7 @@ JAXNORM_INLINE void* At(DataType dtype, void* array, int64_t i) {
   return static_cast<char*>(array) + i * (IsNative<E>(dtype) ? sizeof(E) : sizeof(uint16_t));
 }
 
-// Elements of `dtype` to those of type E, and back.
+// Converts elements of `dtype` to type E, and back.
 template <typename E>
 JAXNORM_INLINE void Read(DataType dtype, const void* from, E* to, int64_t n) {
   if (IsNative<E>(dtype)) {

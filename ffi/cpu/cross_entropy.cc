@@ -1,13 +1,13 @@
 // Cross-entropy of softmax along any axis against integer labels, and its linear map.
 //
-// Along the last axis a row is worked through in chunks that stay in the first-level cache, where the forward reads them
-// twice: for the maximum, and for the sum of exponentials, both merged into those of the row so far. The probabilities
-// live in registers only. float16, bfloat16 and masked rows go through a buffer of float32. The forward turns short rows
-// on their side, several at a time, so that vectors go across rows: adding up the lanes of a vector takes as long as 100
-// elements. The backward works on many short rows at a time, as they lie (short_rows.h). Along other axes rows lie side by
-// side, and vectors go across them anyway: a block of rows is worked through line by line.
+// Along the last axis, a row is processed in chunks that stay in the first-level cache. The forward reads a chunk
+// twice, for the maximum and for the sum of exponentials, and merges both into the maximum and sum of the row so far.
+// Probabilities live in registers only. float16, bfloat16 and masked rows go through a buffer of float32 (float64). The
+// forward transposes short rows, several at a time, so that vectors go across rows: adding up the lanes of a vector
+// takes as long as 100 elements. The backward processes many short rows at a time in their own layout (short_rows.h).
+// Along other axes rows lie side by side, and vectors go across rows anyway: a block of rows is processed line by line.
 //
-// NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
+// The maximum may lose a NaN: e^(NaN - max) is NaN, so the sum is NaN, and with the sum the whole row.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -22,19 +22,21 @@ namespace {
 
 inline constexpr int64_t kChunk = 4096;
 
-// What the forward adds up: the maximum m, sum(e^(x - m)), and for smoothing sum(x - m) and the number of classes.
+// Sums of the forward over a row: the maximum m, sum(e^(x - m)), and for smoothing sum(x - m) and the number of
+// classes.
 template <typename A>
 struct RowSums {
   A max = -kInfinity<A>, sum = 0, deviation = 0, count = 0;
 };
 
-// What to subtract in a part of the row that may be all -inf, where -inf - (-inf) would make a NaN.
+// The number to subtract from x in a part of the row. In a part that is all -inf, -inf - (-inf) would be NaN.
 template <typename A>
 JAXNORM_INLINE A FiniteShift(A max) {
   return max == -kInfinity<A> ? A{0} : max;
 }
 
-// The chunk in the arithmetic's type, `fill` where the mask is off: x itself where that is all it takes.
+// The chunk in the type of the arithmetic, with `fill` where the mask is off. It is x itself if there is nothing to
+// convert or to mask, else `buffer`.
 template <typename T>
 JAXNORM_INLINE const Acc<T>* LoadChunk(const T* x, const uint8_t* keep, int64_t n, Acc<T> fill, Acc<T>* buffer) {
   if constexpr (std::is_same_v<T, Acc<T>>) {
@@ -102,7 +104,7 @@ JAXNORM_SIMD_CLONES void SumRow(const T* x, const uint8_t* keep, int64_t columns
 inline constexpr int64_t kTileRows = 16;
 inline constexpr int64_t kShortColumns = 128;
 
-// The same for `rows` <= kTileRows rows of at most kShortColumns, and the logarithms of the sums.
+// SumRow for `rows` <= kTileRows rows of at most kShortColumns, with the logarithms of the sums.
 template <typename T>
 JAXNORM_SIMD_CLONES void SumShortRows(const T* x, int64_t rows, int64_t columns, bool smooth, RowSums<Acc<T>>* result,
                                       Acc<T>* log_sum) {
@@ -134,16 +136,17 @@ JAXNORM_SIMD_CLONES void SumShortRows(const T* x, int64_t rows, int64_t columns,
   for (int64_t r = 0; r < rows; ++r) result[r] = {max[r], sum[r], deviation[r], static_cast<A>(columns)};
 }
 
-// Lines of kMaxWidth rows that lie side by side, which stay in the second-level cache.
+// Lines that are processed together. A line has an element of each of up to kMaxWidth rows, which lie side by side. The
+// lines stay in the second-level cache.
 inline constexpr int64_t kBlockLines = 32;
 
-// The sums of as many rows.
+// The sums of up to kMaxWidth rows.
 template <typename A>
 struct BlockSums {
   alignas(64) A max[kMaxWidth<A>], sum[kMaxWidth<A>], deviation[kMaxWidth<A>];
 };
 
-// The same for `rows` <= kMaxWidth rows side by side, of which the elements of a class make a line; lines lie `pitch`
+// SumRow for `rows` <= kMaxWidth rows that lie side by side. The elements of one class make a line; lines lie `pitch`
 // elements apart.
 template <typename T>
 JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, bool smooth,
@@ -185,14 +188,14 @@ JAXNORM_SIMD_CLONES void SumBlock(const T* x, int64_t pitch, int64_t rows, int64
   }
 }
 
-// The labels of as many rows. `valid`: the label is a class, of which the logit is x_label.
+// The labels of up to kMaxWidth rows. `valid`: the label is a class. `x_label`: the logit of this class.
 template <typename A>
 struct BlockLabels {
   alignas(64) A x_label[kMaxWidth<A>];
   alignas(64) int32_t labels[kMaxWidth<A>], valid[kMaxWidth<A>];
 };
 
-// Their results, as FinishRow has them for one.
+// FinishRow for a block of rows without a mask.
 template <typename A>
 JAXNORM_SIMD_CLONES void FinishBlock(const BlockSums<A>& sums, const BlockLabels<A>& of, int64_t rows, int64_t columns,
                                      A smoothing, A* lse, A* nll) {
@@ -207,7 +210,7 @@ JAXNORM_SIMD_CLONES void FinishBlock(const BlockSums<A>& sums, const BlockLabels
   }
 }
 
-// What the backward needs besides. Those of smoothing are in `base`.
+// The numbers of the rows for the backward. base = b * smoothing / number of classes.
 template <typename A>
 struct BlockNumbers : BlockLabels<A> {
   alignas(64) A lse[kMaxWidth<A>], a[kMaxWidth<A>], b[kMaxWidth<A>], base[kMaxWidth<A>];
@@ -227,7 +230,8 @@ JAXNORM_INLINE void WriteLabels(const BlockNumbers<A>& of, int64_t rows, int64_t
   }
 }
 
-// out = a * e^(x - lse) - base for such rows, and at the label as above; 0 for those that are not valid.
+// out = a * e^(x - lse) - base for a block of rows, with the results of WriteLabels at the labels; 0 for rows that are
+// not valid.
 template <typename T>
 JAXNORM_SIMD_CLONES void WriteBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, Acc<T> b_label,
                                     const BlockNumbers<Acc<T>>& of, T* out) {
@@ -276,7 +280,7 @@ const U* RowOf(const Operand& operand, int64_t row) {
   return static_cast<const U*>(operand.data) + operand.view.RowOffset(row);
 }
 
-// A row of the mask. One entry for all classes is either no mask (null), or no class at all (`none`).
+// A row of the mask. A mask with one entry for all classes keeps all of them (returns null) or no class (sets `none`).
 const uint8_t* MaskOf(const CrossEntropyArgs& args, int64_t row, bool* none) {
   *none = false;
   if (!args.where) return nullptr;
@@ -286,7 +290,7 @@ const uint8_t* MaskOf(const CrossEntropyArgs& args, int64_t row, bool* none) {
   return nullptr;
 }
 
-// Writes a row's results, given its sums and the logarithm of that of the exponentials.
+// Writes a row's results. log_sum is the logarithm of sums.sum.
 template <typename T>
 void FinishRow(const CrossEntropyArgs& args, int64_t row, const uint8_t* keep, const RowSums<Acc<T>>& sums,
                Acc<T> log_sum) {
@@ -364,7 +368,7 @@ void BackwardRow(const CrossEntropyArgs& args, int64_t row) {
   if (!keep || keep[label]) out[label] = FromAcc<T>(of_label);
 }
 
-// Blocks of rows are of a full array without a mask; Python lowers the formula for others.
+// Blocks of rows (inner > 1) are for a full array without a mask. Python lowers the formula in other cases.
 bool SuitsBlocks(const CrossEntropyArgs& args) {
   return args.shape.inner == 1 || (!args.where && args.x.elements == args.shape.size());
 }
@@ -382,7 +386,8 @@ Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
   return Error::Success();
 }
 
-// The labels of rows [row, row + rows), which begin at x, `row_pitch` elements apart; from class to class it is `pitch`.
+// Loads the labels of rows [row, row + rows). The first row begins at x. Rows lie `row_pitch` elements apart, classes
+// `pitch`.
 template <typename T>
 void LoadLabels(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch, int64_t pitch,
                 BlockLabels<Acc<T>>* of) {
@@ -407,7 +412,7 @@ void ForwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
               static_cast<A*>(args.nll) + row);
 }
 
-// The same and the other numbers.
+// LoadLabels, and the other numbers of the rows.
 template <typename T>
 void LoadBlockNumbers(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch,
                       int64_t pitch, BlockNumbers<Acc<T>>* of) {
@@ -460,7 +465,7 @@ JAXNORM_SIMD_CLONES void BackwardShortRows(const CrossEntropyArgs& args, int64_t
   }
 }
 
-// Rows are independent; a thread takes several short ones: f(begin, end).
+// Calls f(begin, end) for ranges of rows, which are independent. A range has several rows if they are short.
 template <typename F>
 Error ForRows(ffi::ThreadPool& pool, const CrossEntropyArgs& args, F f) {
   ParallelFor(pool, args.shape.rows(), args.shape.axis, f);

@@ -1,4 +1,4 @@
-// The cross-entropy calls: what they compute, and what kernels are told of them.
+// The cross-entropy calls: their formulas, and the arguments that kernels get.
 //
 // With p = softmax(x) along `axis` over the classes that `where` keeps, n their number, and
 // q = (1 - smoothing) * onehot(label) + smoothing / n,
@@ -8,8 +8,8 @@
 // jaxnorm_cross_entropy_bwd: operands x, lse, labels, a, b, [where]; result a * p - b * q with p = e^(x - lse).
 //   Masked elements, and rows whose label is not a class, are exactly 0 whatever the operands hold there.
 //
-// labels are int32; lse, nll, a and b are float32 (float64 for float64). All of them, which are numbers per row, have
-// size 1 along `axis`.
+// labels are int32; lse, nll, a and b are float32 (float64 for float64). All five are numbers per row, with size 1
+// along `axis`.
 #ifndef JAXNORM_CPU_CROSS_ENTROPY_CALL_H_
 #define JAXNORM_CPU_CROSS_ENTROPY_CALL_H_
 
@@ -29,7 +29,7 @@ struct CrossEntropyArgs {
 
 // ---- decoding and checks ----
 
-// A full or broadcast operand; one of numbers per row has size 1 along `axis`.
+// A full or broadcast operand. With `per_row` it must have size 1 along `axis`.
 inline Error CrossEntropyOperand(ffi::AnyBuffer buffer, DataType dtype, Dims full, int64_t axis, bool per_row,
                                  Operand* out) {
   JAXNORM_RETURN_IF_ERROR(MakeOperand(buffer, dtype, full, axis, out));
@@ -45,8 +45,8 @@ inline Error CrossEntropyWhere(ffi::RemainingArgs rest, Dims full, int64_t axis,
   return CrossEntropyOperand(*buffer, DataType::kPred, full, axis, false, where);
 }
 
-// The forward's results have no dimension of x's columns, and its rows may be those of another operand: all dimensions
-// of `nll` but `axis`, and that of x.
+// The full shape of the forward is the shape of `nll`, with x's size along `axis`: results have size 1 along `axis`,
+// and x may be broadcast along the other dimensions.
 inline Error ParseCrossEntropyFwd(ffi::AnyBuffer x, ffi::AnyBuffer labels, ffi::RemainingArgs rest, ffi::AnyBuffer nll,
                                   ffi::AnyBuffer lse, int64_t axis, double smoothing, CrossEntropyArgs* args) {
   args->dtype = TypeOf(x);

@@ -9,13 +9,13 @@
 
 namespace jaxnorm {
 
-// Sums are kept in this many lanes: additions to one register wait for each other, so there are several.
+// A sum is kept in this many lanes. Additions to one register wait for each other, so a sum needs several registers.
 inline constexpr int64_t kLanesOfSum = 32;
 
 // Sums of both values of f(i) for i in [0, n).
 template <typename A, typename F>
 JAXNORM_INLINE Two<A> Sum(int64_t n, F f) {
-  // Blocks are summed by themselves, so that rounding errors grow with their number, not that of the elements.
+  // Blocks are summed by themselves, so that rounding errors grow with the number of blocks, not of elements.
   constexpr int64_t kBlock = 64 * kLanesOfSum;
   Two<A> total = {A{0}, A{0}};
   int64_t start = 0;

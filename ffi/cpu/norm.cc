@@ -1,11 +1,11 @@
 // layer_norm and rms_norm over the last dimensions, and their gradients.
 //
-// A row is one chunk if it is not too long for the cache: its statistics are found in one or two passes over it, and its
-// results written in another. Of a longer row first the statistics of all chunks are found, then merged, then used to
-// write the results. Short rows are worked on many at a time (norm_short.h), if there is no mask.
+// A row that fits the cache is one chunk: one or two passes over the row find its statistics, and another pass writes
+// its results. For a longer row, the statistics of all chunks are computed and merged before the results are written.
+// Short rows without a mask are processed many at a time (norm_short.h).
 //
-// Rows are cut into blocks, by shape alone. A block's gradients of the parameters are summed in order, then those of
-// all blocks, so that results do not depend on the number of threads.
+// Rows are cut into blocks, by shape alone. The parameter gradients of each block are summed in order, and then the
+// sums of all blocks, so that results do not depend on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -24,11 +24,11 @@ namespace {
 
 // ---- Kernels ----
 //
-// Reduce finds the statistics of a chunk, Apply writes the results of one, given those of the whole row. If a row is one
-// chunk, Apply follows at once (`again`). `sums` are a block's rows of partial sums, nullptr where there are none, to
-// which Reduce adds.
+// Reduce returns the statistics of a chunk. Apply writes the results of a chunk, given the statistics of the whole row.
+// If a row is one chunk, Apply follows at once (`again`). Reduce adds to `sums`, a block's rows of partial sums; `sums`
+// is nullptr where there are no partial sums.
 
-// Of the elements that count: their number, mean (0 if not centred), and sum of squared deviations from it.
+// The number of elements that count, their mean (0 if not centred), and their sum of squared deviations from the mean.
 template <typename A>
 struct Moments {
   A count = 0, mean = 0, squares = 0;
@@ -83,7 +83,7 @@ struct Forward {
       const A deviation = around[i] - mean;
       return Two<A>{deviation, deviation * deviation};
     });
-    // The mean was rounded; that of the deviations corrects it, and the sum of squares.
+    // The mean was rounded: the mean of the deviations corrects both the mean and the sum of squares.
     const A shift = sums.first * inverse, squares = sums.second - sums.first * shift;
     return {count, mean + shift, squares < 0 ? A{0} : squares};
   }
@@ -108,7 +108,7 @@ struct Forward {
     return At<A>(args.dtype, array, chunk.row * args.shape.cols + chunk.start);
   }
 
-  // What is normalised: x, or the sum, as it was rounded, because backward will see it so.
+  // The values to normalise: x, or the rounded sum x + residual, because backward reads the rounded sum.
   JAXNORM_INLINE const A* Values(const Chunk& chunk, bool again) const {
     if (!args.residual) return StageChunk<A>(args.dtype, args.x, chunk, kFirst, again);
     void* sum = Result(args.sum, chunk);
@@ -120,7 +120,7 @@ struct Forward {
     return Stage<A>(args.dtype, sum, chunk.n, kFirst, again);
   }
 
-  // The elements that count, `otherwise` in place of the others.
+  // The values, with `otherwise` in place of elements that do not count.
   JAXNORM_INLINE const A* Kept(const A* values, const uint8_t* mask, A otherwise, int64_t n) const {
     if (mask == nullptr) return values;
     A* kept = ThreadBuffer<A>(kSecond);
@@ -142,7 +142,7 @@ struct BackwardSums {
   }
 };
 
-// The partial sums of a block are a row for dscale, then one for dbias.
+// The partial sums of a block are a row for dscale, then a row for dbias.
 template <typename Number>
 struct Backward {
   using A = Number;
@@ -266,11 +266,12 @@ struct Grid {
   }
 };
 
-// What is done of the rows of a block: all, or one of two steps that are spread over threads by themselves.
+// The work on the rows of a block: all of it, or one of two steps that are spread over the threads separately.
 enum Steps { kWhole, kStatistics, kResults };
 
-// Chunks [begin, end) of a block. The statistics of each row's chunks, or in the first one's place those of the row, are
-// in `statistics`, unless all is done here.
+// Runs chunks [begin, end) of a block. `statistics` is [rows][chunks], and is not used with kWhole: kStatistics writes
+// the statistics of chunk `begin` of each row, kResults reads the statistics of a row from the place of its first
+// chunk.
 template <typename Kernel>
 JAXNORM_SIMD_CLONES void RunChunks(const Kernel& kernel, const Grid& grid, int64_t block, int64_t begin, int64_t end,
                                    Steps steps, typename Kernel::Statistics* statistics, typename Kernel::A* sums) {
@@ -308,7 +309,7 @@ JAXNORM_SIMD_CLONES void RunShort(const Kernel& kernel, const Grid& grid, int64_
   kernel(grid.group(block), grid.first_row(block), grid.last_row(block), sums);
 }
 
-// Runs all blocks; sums[i * pitch...] are the partial sums of block i, which start at 0.
+// Runs all blocks. The partial sums of block i are at sums[i * pitch], and are set to 0 first.
 template <typename Kernel>
 void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, typename Kernel::A* sums, int64_t pitch) {
   const int64_t blocks = grid.blocks(), chunks = grid.chunks;
@@ -318,8 +319,8 @@ void RunBlocks(ffi::ThreadPool& pool, const Kernel& kernel, const Grid& grid, ty
       std::fill(sums + block * pitch + half * pitch / 2 + from, sums + block * pitch + half * pitch / 2 + to, 0);
     }
   };
-  // With blocks enough for all threads a row stays on one, whose cache may still hold it when it is read again.
-  // Otherwise each step is spread by itself.
+  // With enough blocks for all threads, one thread processes a whole row, and its cache may still hold the row at the
+  // second reading. Otherwise each step is spread over the threads separately.
   constexpr int64_t kBlocksPerThread = 4;
   if (chunks == 1 || blocks >= kBlocksPerThread * pool.num_threads()) {
     ParallelFor(pool, blocks, grid.block_rows * grid.shape.cols, [&](int64_t begin, int64_t end) {
@@ -403,7 +404,7 @@ Error RunBackward(ffi::ThreadPool& pool, const NormBwdArgs& args) {
     run(grid, nullptr, 0);
     return Error::Success();
   }
-  // Partial sums cost two rows per block, so blocks have many rows; enough blocks for the threads there may be.
+  // Partial sums cost two rows per block, so a block has many rows. kMostBlocks is enough for the threads there may be.
   constexpr int64_t kLeastRows = 16, kMostBlocks = 64;
   const int64_t wanted = std::min({kMostBlocks, shape.rows_per_group / kLeastRows, group_size / kGrainElements});
   const int64_t blocks = std::max<int64_t>(1, wanted);

@@ -1,28 +1,31 @@
-// The layer_norm and rms_norm calls: what they compute, and what kernels are told of them.
+// The layer_norm and rms_norm calls: their formulas, and the arguments that kernels get.
 //
-// s = x, or x + residual rounded to x's dtype; along the dimensions from `axis` on, over the elements that the mask
-// keeps, mean (0 unless `center`) and rstd = (mean of (s - mean)^2 + epsilon)^-1/2; xhat = (s - mean) * rstd of all
-// elements. Arithmetic is float32, or float64 for float64 (A below).
+// s = x, or x + residual rounded to x's dtype. mean (0 unless `center`) and
+// rstd = (mean of (s - mean)^2 + epsilon)^-1/2 are taken along the dimensions from `axis` on, over the elements that
+// the mask keeps. xhat = (s - mean) * rstd for all elements. Arithmetic is float32, or float64 for float64 (A below).
+// The attribute `operands` names the optional operands that are present.
 //
-// jaxnorm_norm_fwd: operands x, then those of residual, mask, scale, bias that the attribute `operands` names; results
-//   y = xhat * (scale + scale_offset) + bias, [s] if there is a residual, [mean] if `center`, rstd. Without a scale
-//   the factor is 1, whatever scale_offset is.
-// jaxnorm_norm_bwd: operands s, dy, [mean] if `center`, rstd, then those of dsum (bit kResidual), mask, scale that
-//   `operands` names; results those that `need` names, of
+// jaxnorm_norm_fwd: operands x, [residual], [mask], [scale], [bias]; results
+//   y = xhat * (scale + scale_offset) + bias, [s] if there is a residual, [mean] if `center`, rstd. Without a scale the
+//   factor is 1, whatever scale_offset is.
+// jaxnorm_norm_bwd: operands s, dy, [mean] if `center`, rstd, [dsum] (bit kResidual), [mask], [scale]; results [dx],
+//   [dscale], [dbias], as the attribute `need` names them:
 //   dx = dsum + rstd * (w - keep * (sum(w) / n + xhat * sum(w * xhat) / n)),   w = dy * (scale + scale_offset),
 //        with keep = 1 where the mask is on and 0 elsewhere, n = sum(keep), and sum(w) only if `center`; the sums run
 //        over all elements of the row;
 //   dscale = sum over rows of dy * xhat,   dbias = sum over rows of dy.
-//   Dscale and dbias need neither dsum, nor the scale, nor the mask (which may be there all the same).
+//   dscale and dbias need none of dsum, mask and scale, which may be present all the same.
 //
-// Shapes: with d dimensions, `groups` leading ones, then rows, then from `axis` on the columns. Results of full shape
-// are dense. Row operands (x, residual, mask, dy, dsum, mean, rstd) have the full shape or size 1 in some dimensions;
-// mean and rstd have size 1 in all columns, all others but the mask have full columns, the mask has all or none.
-// scale, bias, dscale and dbias have size 1 in the row dimensions; scale and bias also have it in either all or none of
-// the groups' dimensions, dscale and dbias in none. An empty array (a size known only when an exported program runs)
-// still gives statistics (NaN without columns) and parameter gradients (0 without rows).
+// Shapes: the first `groups` dimensions are the groups, then come the rows, and from `axis` on the columns. Results of
+// full shape are dense. Row operands (x, residual, mask, dy, dsum, mean, rstd) have the full shape or size 1 in some
+// dimensions. In the columns, mean and rstd have size 1, the mask has the full size in all or size 1 in all, and the
+// other row operands have the full size. scale, bias, dscale and dbias have size 1 in the row dimensions. In the group
+// dimensions, scale and bias have the full size in all or size 1 in all, and dscale and dbias have the full size. An
+// empty array (a size known only when an exported program runs) still gives statistics (NaN without columns) and
+// parameter gradients (0 without rows).
 //
-// Scale and bias have one dtype: x's or A. Gradients of parameters have one dtype: x's or A, which need not be the same.
+// The dtype of scale and bias is x's or A. The dtype of dscale and dbias is x's or A, and may differ from the dtype of
+// scale and bias.
 #ifndef JAXNORM_CPU_NORM_CALL_H_
 #define JAXNORM_CPU_NORM_CALL_H_
 
@@ -33,7 +36,7 @@
 
 namespace jaxnorm {
 
-// Also what `need` is made of.
+// Bits of the attributes `operands` and `need`.
 enum NormBits : int64_t { kNormX = 1, kNormResidual = 2, kNormMask = 4, kNormScale = 8, kNormBias = 16 };
 
 // rows_per_group rows of each of `groups` groups; rows are numbered through all groups.
@@ -43,7 +46,7 @@ struct NormShape {
   int64_t size() const { return rows() * cols; }
 };
 
-// One row of parameters for all groups (group_stride == 0) or for each (cols).
+// One row of parameters for all groups (group_stride == 0), or one for each group (group_stride == cols).
 struct NormParameter {
   const void* data = nullptr;
   int64_t group_stride = 0;
@@ -81,7 +84,7 @@ namespace norm_internal {
 
 inline Dims Span(const std::vector<int64_t>& dims) { return Dims(dims.data(), dims.size()); }
 
-// The next of the operands or results whose number varies.
+// The next of the remaining operands or results.
 inline Error Next(const ffi::RemainingArgs& remaining, size_t* index, ffi::AnyBuffer* out) {
   auto buffer = remaining.get<ffi::AnyBuffer>((*index)++);
   if (buffer.has_error()) return FromFfi(buffer.error());
@@ -109,7 +112,7 @@ struct Layout {
     return Error::Success();
   }
 
-  // As if the columns were one dimension: `dims` without those from `axis` on, then their product.
+  // `dims` with the dimensions from `axis` on merged into one, the columns.
   Error Merge(Dims dims, std::vector<int64_t>* out) const {
     JAXNORM_CHECK(dims.size() == full.size());
     out->assign(dims.begin(), dims.begin() + axis);
@@ -131,7 +134,7 @@ struct Layout {
     return Error::Success();
   }
 
-  // An operand with the rows' dimensions. Columns: all or (if `one_column`) one.
+  // An operand with the rows' dimensions. In the columns it has the full size or, if `one_column`, size 1.
   Error Row(ffi::AnyBuffer buffer, DataType dtype, bool one_column, Operand* out) const {
     JAXNORM_CHECK(TypeOf(buffer) == dtype);
     std::vector<int64_t> dims, all;
@@ -245,7 +248,7 @@ inline Error ParseNormBwd(ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArg
                           int64_t need, NormBwdArgs* args) {
   using norm_internal::Next;
   ffi::AnyBuffer buffer = x;
-  // The full shape need not be that of any one operand.
+  // The full shape need not be the shape of any operand.
   const Dims dims = x.dimensions();
   norm_internal::Layout layout{{dims.begin(), dims.end()}, groups, axis};
   JAXNORM_RETURN_IF_ERROR(layout.Include(dy.dimensions()));

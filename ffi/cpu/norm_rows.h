@@ -1,4 +1,4 @@
-// What the kernels of norm.cc and norm_short.h read: rows or chunks of them, their masks, parameters.
+// Loads for the kernels of norm.cc and norm_short.h: chunks of rows, their masks, and parameters.
 #ifndef JAXNORM_CPU_NORM_ROWS_H_
 #define JAXNORM_CPU_NORM_ROWS_H_
 
@@ -18,17 +18,17 @@ template <typename A>
 inline constexpr int64_t kLongestChunk = 128 * 1024 / sizeof(A);
 // The chunks of a longer row are short enough for the first-level cache, because they are read twice.
 inline constexpr int64_t kChunk = 4096;
-// Per thread, one chunk each: for what can not be read in place.
+// Buffers of a thread, one chunk each, for data that can not be read in place.
 enum BufferUse { kFirst, kSecond, kFactor, kShift, kBuffers };
 
-// Not inlined: GCC would look up the thread's storage, a call, again in every step of a loop.
+// Not inlined: GCC would look up the thread's storage, which is a call, in every step of a loop.
 template <typename A>
 __attribute__((noinline)) A* ThreadBuffer(BufferUse use) {
   alignas(64) static thread_local A buffers[kBuffers][kLongestChunk<A>];
   return buffers[use];
 }
 
-// The elements as a loop reads them. `again`: the buffer holds them already.
+// The elements as type A: in place, or converted into a buffer. `again`: the buffer holds the elements already.
 template <typename A>
 JAXNORM_INLINE const A* Stage(DataType dtype, const void* from, int64_t n, BufferUse use, bool again = false) {
   if (IsNative<A>(dtype)) return static_cast<const A*>(from);
@@ -37,7 +37,7 @@ JAXNORM_INLINE const A* Stage(DataType dtype, const void* from, int64_t n, Buffe
   return buffer;
 }
 
-// out[i] = f(i). May overwrite the buffer, if f(i) reads that at i alone.
+// out[i] = f(i). f(i) may read element i of the buffer `use`, but no other element.
 template <typename A, typename F>
 JAXNORM_INLINE void Store(DataType dtype, void* out, int64_t n, BufferUse use, F f) {
   A* to = IsNative<A>(dtype) ? static_cast<A*>(out) : ThreadBuffer<A>(use);
@@ -58,7 +58,7 @@ JAXNORM_INLINE int64_t OffsetIn(const Operand& operand, const Chunk& chunk) {
   return operand.view.RowOffset(chunk.row) + chunk.start * operand.view.axis_stride;
 }
 
-// The elements of an operand in a chunk, wherever `dtype` has them.
+// The chunk's elements of an operand, in place or in a buffer.
 template <typename A>
 JAXNORM_INLINE const A* StageChunk(DataType dtype, const Operand& operand, const Chunk& chunk, BufferUse use,
                                    bool again = false) {
@@ -84,8 +84,8 @@ JAXNORM_INLINE A CountOf(const uint8_t* mask, int64_t n) {
   return static_cast<A>(count);
 }
 
-// Parameters of a group, for the columns of a chunk: in place if they can be read as they are, else in a buffer;
-// `absent` where there are none.
+// Parameters of a group for the columns of a chunk: in place where possible, else in a buffer; `absent` in place of an
+// absent parameter.
 template <typename A>
 JAXNORM_INLINE const A* LoadParameter(const NormParameter& parameter, DataType dtype, int64_t group, const Chunk& chunk,
                                       A absent, A offset, BufferUse use) {

@@ -1,5 +1,5 @@
-// layer_norm and rms_norm of short rows without a mask, and their gradients: many rows at a time, as short_rows.h has
-// them.
+// layer_norm and rms_norm of short rows without a mask, and their gradients: many rows at a time, with the loops of
+// short_rows.h.
 #ifndef JAXNORM_CPU_NORM_SHORT_H_
 #define JAXNORM_CPU_NORM_SHORT_H_
 
@@ -15,7 +15,7 @@
 
 namespace jaxnorm {
 
-// Rows [row, row + n) as loops read them.
+// Rows [row, row + n) of an operand as type A: in place, or in `buffer`.
 template <typename A>
 JAXNORM_INLINE const A* ReadRows(DataType dtype, const Operand& operand, const NormShape& shape, int64_t row, int64_t n,
                                  bool in_place, A* buffer) {
@@ -38,7 +38,7 @@ JAXNORM_INLINE void AddRun(const A* from, A* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
-// Statistics as norm.cc finds them, with squares in rstd until there is nothing more to add.
+// Statistics are computed as in norm.cc. The array `rstd` holds the sums of squares until they are complete.
 template <typename A>
 JAXNORM_INLINE void NormalizeTile(int64_t rows, int64_t columns, const A* values, bool center, A epsilon,
                                   const A* factor, const A* shift, A* mean, A* rstd, A* out) {
@@ -88,7 +88,7 @@ JAXNORM_INLINE void NormalizeTile(int64_t rows, int64_t columns, const A* values
   });
 }
 
-// These do a block's rows at once.
+// ShortForward and ShortBackward process rows [begin, end) of a block in one call.
 template <typename Number>
 struct ShortForward {
   using A = Number;
@@ -108,7 +108,7 @@ struct ShortForward {
       const A* x = ReadRows(args.dtype, args.x, args.shape, row, n, in_place && !args.residual, values.data);
       if (args.residual) {
         AddRun(ReadRows(args.dtype, args.residual, args.shape, row, n, in_place, other.data), values.data, size);
-        // Rounded, because backward will see it so.
+        // The sum is rounded here, because backward reads the rounded sum.
         void* sum = At<A>(args.dtype, args.sum, row * columns);
         Write(args.dtype, values.data, sum, size);
         if (!IsNative<A>(args.dtype)) Read(args.dtype, sum, values.data, size);
@@ -140,7 +140,8 @@ struct ShortBackward {
     for (int64_t row = begin; row < end; row += step) {
       const int64_t n = std::min(step, end - row), size = n * columns;
       const bool in_place = IsNative<A>(args.dtype) && HasSlack((end - row) * columns - size);
-      // What a row writes beyond its end would be in the place of dy that the next one has yet to read.
+      // If dx is in the place of dy, a row's writes beyond its end would overwrite elements of dy that are still to be
+      // read.
       const bool write_in_place = in_place && args.dx != args.dy.data;
       const A* x = ReadRows(args.dtype, args.x, args.shape, row, n, in_place, first.data);
       const A* dy = ReadRows(args.dtype, args.dy, args.shape, row, n, in_place, second.data);

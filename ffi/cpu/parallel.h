@@ -1,4 +1,4 @@
-// ParallelFor over XLA's own thread pool, so that jaxnorm neither adds threads nor fights with XLA's.
+// ParallelFor over XLA's own thread pool, so that jaxnorm neither adds threads nor competes with XLA's threads.
 #ifndef JAXNORM_CPU_PARALLEL_H_
 #define JAXNORM_CPU_PARALLEL_H_
 
@@ -14,28 +14,28 @@ namespace jaxnorm {
 
 // Elements in one unit of work: about 5 us. Waking a thread costs about as much, so smaller arrays stay on the caller.
 inline constexpr int64_t kGrainElements = 32 * 1024;
-// How long the caller watches for the end of the others' last pieces before it sleeps, which in a virtual machine it does
-// not wake from for 40 us.
+// The caller polls this long for the end of the last pieces on other threads before it sleeps. In a virtual machine,
+// waking up takes 40 us.
 inline constexpr std::chrono::microseconds kWatch(60);
 
-// The most neighbouring rows that one piece of work has where rows lie side by side: a page of memory. Lines of 256 bytes
-// took twice the time, since each one costs a look-up of its page, and threads that write to one page for the first time
-// wait for one another.
+// The most neighbouring rows in one piece of work where rows lie side by side: a line of the piece is a page of memory.
+// Lines of 256 bytes took twice the time: each line costs a look-up of its page, and threads that write to one page for
+// the first time wait for one another.
 template <typename A>
 inline constexpr int64_t kMaxWidth = 4096 / sizeof(A);
 
-// Cuts `inner` such rows into blocks of equal width, rounded up to whole vectors.
+// The width of the blocks into which `inner` neighbouring rows are cut: equal, and rounded up to whole vectors.
 template <typename A>
 int64_t BlockWidth(int64_t inner) {
   const int64_t blocks = (inner + kMaxWidth<A> - 1) / kMaxWidth<A>;
   return std::min(inner, ((inner + blocks - 1) / blocks + 15) / 16 * 16);
 }
 
-// Calls body(begin, end) for consecutive pieces of [0, n), an item of which is work on `elements` elements. The pieces
-// depend on the arguments alone, never on the number of threads, and so do results.
+// Calls body(begin, end) for consecutive pieces of [0, n). An item is work on `elements` elements. The pieces, and so
+// the results, depend on the arguments alone, never on the number of threads.
 //
-// Threads take pieces from a shared counter. The caller takes part, so this finishes even when the pool has no free
-// thread (the handler itself may run on its last one) or runs tasks inline.
+// Threads take pieces from a shared counter. The caller takes part, so ParallelFor finishes even when the pool has no
+// free thread (the handler itself may run on its last one) or runs tasks inline.
 template <typename Body>
 void ParallelFor(ffi::ThreadPool& pool, int64_t n, int64_t elements, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, elements));
@@ -44,11 +44,11 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t n, int64_t elements, const Body&
     if (n > 0) body(int64_t{0}, n);
     return;
   }
-  // Shared by every task, since one that starts after all the work is done still looks at `next`. `body` lives only
-  // until this function returns, but it is called only for a piece that is not done yet.
+  // All tasks share the state, since a task that starts after all the work is done still reads `next`. `body` lives
+  // only until ParallelFor returns, but a task calls it only for a piece that is not done yet.
   struct State {
     std::atomic<int64_t> next{0};
-    std::atomic<int32_t> pending;  // 32 bits: what a futex waits on
+    std::atomic<int32_t> pending;  // 32 bits: the size that a futex waits on
   };
   auto state = std::make_shared<State>();
   state->pending = static_cast<int32_t>(pieces);

@@ -31,7 +31,7 @@ inline Error FromFfi(const ffi::Error& error) {
   return Error(static_cast<XLA_FFI_Error_Code>(*error.errc()), error.message());
 }
 
-// A handler, with XLA's error.
+// Run calls the handler, and returns its Error as XLA's error type.
 template <auto kHandler>
 struct Adapter;
 template <typename... Args, Error (*kHandler)(Args...)>

@@ -1,7 +1,7 @@
 // ReLU with a saved bit per element.
 //
-// Everything but the sum of the two-operand form works on the bits of the numbers (bits.h), which lets 16-bit types skip
-// the conversion to float32.
+// Everything but the sum of the two-operand form works on the bits of the numbers (bits.h), so that 16-bit types need
+// no conversion to float32.
 #include <type_traits>
 
 #include "bits.h"
@@ -27,7 +27,7 @@ struct ReluFwdBlock {
     Bits* y_bits = static_cast<Bits*>(y) + start;
     alignas(64) uint8_t flags[kBlockElements + 8];
     const int64_t size = rows * cols;
-    if constexpr (kAdd && std::is_same_v<T, F16>) {  // its conversions are fast in bulk only (see ToAccRun)
+    if constexpr (kAdd && std::is_same_v<T, F16>) {  // float16 conversions are fast in bulk only: see ToAccRun
       alignas(64) float sum[kBlockElements], addend[kBlockElements];
       ToAccRun(x_values, sum, size);
       ToAccRun(z_values, addend, size);
@@ -72,7 +72,7 @@ struct ReluBwdBlock {
   }
 };
 
-// Rows [begin, end) of an array of `size` elements in rows of `cols`, of which the last may be shorter.
+// Runs rows [begin, end) of an array of `size` elements in rows of `cols`. The last row may be shorter.
 template <typename Block>
 JAXNORM_SIMD_CLONES void RunBlocks(const Block& block, int64_t size, int64_t cols, int64_t begin, int64_t end) {
   const int64_t mask_cols = (cols + 7) / 8;

@@ -1,8 +1,9 @@
-// The ReLU calls: what they compute, and what kernels are told of them.
+// The ReLU calls: their formulas, and the arguments that kernels get.
 //
-// jaxnorm_relu_fwd: operands x, or x and z; results y = max(s, 0) with s = x or x + z (NaN passes through), and the mask
-//   numpy.packbits(s > 0, axis=-1, bitorder="little"): bit j % 8 of byte j / 8 of a row is column j; spare bits are 0.
-// jaxnorm_relu_bwd: operands mask and t; result t where the bit is set, else 0 (selected, so inf and NaN do not leak).
+// jaxnorm_relu_fwd: operands x, or x and z; results y = max(s, 0) with s = x or x + z (NaN passes through), and the
+//   mask numpy.packbits(s > 0, axis=-1, bitorder="little"): bit j % 8 of byte j / 8 of a row is column j; spare bits
+//   are 0.
+// jaxnorm_relu_bwd: operands mask and t; result t where the bit is set, else 0 (a select, so inf and NaN do not leak).
 #ifndef JAXNORM_CPU_RELU_CALL_H_
 #define JAXNORM_CPU_RELU_CALL_H_
 

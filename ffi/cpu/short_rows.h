@@ -1,9 +1,9 @@
 // Loops over rows of at most a few vectors, many rows at a time.
 //
-// A loop along such a row would spend its time on what is left over beside whole vectors, and on adding up the lanes of
-// one. Here rows lie one behind the other in a buffer. Each is read in whole vectors, whose last lanes belong to the next
-// rows and are dropped; sums are added up over the lanes of many rows together; and what is written beyond a row is
-// overwritten by the next one. So buffers have room for a vector more.
+// A loop along such a row would spend its time on the remainder beside whole vectors, and on adding up the lanes of a
+// vector. Here rows adjoin in memory. A row is read in whole vectors; the last lanes belong to the next rows and are
+// dropped. Lanes are added up for many rows together. Elements written beyond a row are overwritten by the next row.
+// Buffers therefore have room for one more vector.
 #ifndef JAXNORM_CPU_SHORT_ROWS_H_
 #define JAXNORM_CPU_SHORT_ROWS_H_
 
@@ -18,7 +18,7 @@
 
 namespace jaxnorm {
 
-// Longer rows are as fast by themselves.
+// Longer rows are as fast one at a time.
 inline constexpr int64_t kShortRow = 192;
 // The most rows and elements of a tile: three arrays of float32 stay in the first-level cache.
 inline constexpr int64_t kShortTileRows = 512, kShortTileElements = 2048;
@@ -39,7 +39,8 @@ struct alignas(64) ShortColumnNumbers {
   A data[kShortRow + kWidestVector] = {};
 };
 
-// The numbers of rows [row, row + n), of which an operand of all `rows` has one behind the other.
+// Copies the numbers of rows [row, row + n) to `out`. An operand with a number for each of all `rows` rows is
+// contiguous.
 template <typename U>
 JAXNORM_INLINE void LoadNumbers(const Operand& operand, int64_t rows, int64_t row, int64_t n, U* out) {
   const U* data = static_cast<const U*>(operand.data);
@@ -52,14 +53,15 @@ JAXNORM_INLINE void LoadNumbers(const Operand& operand, int64_t rows, int64_t ro
 
 inline int64_t RowsOfShortTile(int64_t columns) { return std::min(kShortTileRows, kShortTileElements / columns); }
 
-// Loops over a tile reach beyond it. Whether that stays within the piece of work, so that they can work in place.
+// Loops over a tile reach up to a vector beyond the tile. They can work in place if that stays within the piece of
+// work.
 JAXNORM_INLINE bool HasSlack(int64_t elements_behind) { return elements_behind >= kWidestVector; }
 template <typename T>
 JAXNORM_INLINE bool InPlace(int64_t elements_behind) {
   return std::is_same_v<T, Acc<T>> && HasSlack(elements_behind);
 }
 
-// The n elements of a tile as loops read them: in place, or in the buffer.
+// The n elements of a tile as type Acc<T>: in place, or in the buffer.
 template <typename T>
 JAXNORM_INLINE const Acc<T>* ReadTile(const T* from, int64_t n, bool in_place, Acc<T>* buffer) {
   if constexpr (std::is_same_v<T, Acc<T>>) {
@@ -69,7 +71,8 @@ JAXNORM_INLINE const Acc<T>* ReadTile(const T* from, int64_t n, bool in_place, A
   return buffer;
 }
 
-// Where loops write a tile, which StoreTile then takes to its place.
+// The array that loops write a tile to: its place, or the buffer. StoreTile then moves the tile from the buffer to its
+// place.
 template <typename T>
 JAXNORM_INLINE Acc<T>* WriteTile(T* to, bool in_place, Acc<T>* buffer) {
   if constexpr (std::is_same_v<T, Acc<T>>) {
@@ -82,7 +85,8 @@ JAXNORM_INLINE void StoreTile(const Acc<T>* results, int64_t n, bool in_place, T
   if (!in_place) FromAccRun<T>(results, to, n);
 }
 
-// Calls body(integral constant: elements of a vector), the least that spans the columns.
+// Calls body(integral_constant(elements of a vector)) with the narrowest vector that spans the columns, at most
+// kWidestVector.
 template <typename Body>
 JAXNORM_INLINE void DispatchVector(int64_t columns, const Body& body) {
   if (columns <= 4) {
@@ -94,7 +98,7 @@ JAXNORM_INLINE void DispatchVector(int64_t columns, const Body& body) {
   }
 }
 
-// Sums of neighbouring elements, those of these, and so on: one for each of kRowsTogether vectors, in their order.
+// Adds up the lanes of each of kRowsTogether vectors, neighbours first: lanes[r] becomes the sum of vector r.
 template <int64_t kVector, typename A>
 JAXNORM_INLINE void AddLanes(A* lanes) {
 #pragma GCC unroll 8
@@ -104,14 +108,14 @@ JAXNORM_INLINE void AddLanes(A* lanes) {
   }
 }
 
-// x where keep is all ones, else 0. Not selected: for that the compiler would branch.
+// x where `keep` is all ones, else 0. Not a select, for which the compiler would branch.
 template <typename A>
 JAXNORM_INLINE A Keep(BitsOf<A> keep, A x) {
   return std::bit_cast<A>(std::bit_cast<BitsOf<A>>(x) & keep);
 }
 
-// Sums over each row of both values of f(row, column), which is called for columns beyond the last one too. `second` may
-// be null.
+// Sums of both values of f(row, column) over each row. f is called for columns beyond the last one too. `second` may be
+// null.
 template <int64_t kVector, typename A, typename F>
 JAXNORM_INLINE void SumRows(int64_t rows, int64_t columns, const F& f, A* first, A* second) {
   const int64_t whole = columns & -kVector;
@@ -153,7 +157,7 @@ JAXNORM_INLINE void SumRows(int64_t rows, int64_t columns, const F& f, A* first,
   }
 }
 
-// Writes f(row, column) to a tile, row by row; called for columns beyond the last one too.
+// Writes f(row, column) to a tile, row by row. f is called for columns beyond the last one too.
 template <int64_t kVector, typename A, typename F>
 JAXNORM_INLINE void WriteRows(int64_t rows, int64_t columns, const F& f, A* out) {
   for (int64_t row = 0; row < rows; ++row) {

@@ -1,9 +1,9 @@
 // Arithmetic that the compiler turns into vector code: element types, their conversions, exp, and the dtype dispatch.
 //
-// Loops marked `#pragma omp simd` sit in functions that are compiled once per instruction set (JAXNORM_SIMD_CLONES) and
-// picked when the module loads; everything they call is branch-free and inlined into them (JAXNORM_INLINE), because a
-// call to a function outside the clone would fall back to the baseline instruction set. There are no intrinsics but for
-// conversions of 16-bit floats.
+// Loops marked `#pragma omp simd` sit in functions that are compiled once per instruction set (JAXNORM_SIMD_CLONES). A
+// clone is picked when the module loads. All code that a clone calls is branch-free and inlined (JAXNORM_INLINE),
+// because a call to a function outside the clone would fall back to the baseline instruction set. Only conversions of
+// 16-bit floats use intrinsics.
 #ifndef JAXNORM_CPU_SIMD_H_
 #define JAXNORM_CPU_SIMD_H_
 
@@ -48,7 +48,7 @@ template <>
 struct AccOf<double> {
   using type = double;
 };
-// What arithmetic on T is done in.
+// The type of arithmetic on T.
 template <typename T>
 using Acc = typename AccOf<T>::type;
 
@@ -57,7 +57,7 @@ using Acc = typename AccOf<T>::type;
 template <typename T>
 inline constexpr int64_t kLanes = 64 / sizeof(T);
 
-// What loops that add up two sums call for.
+// The terms, or the results, of a loop that adds up two sums.
 template <typename A>
 struct Two {
   A first, second;
@@ -123,11 +123,11 @@ JAXNORM_INLINE void FromAccRun(const Acc<T>* from, T* to, int64_t n) {
 }
 
 #ifdef __x86_64__
-// GCC 12 does not use the instructions that float16 has, several times as fast as the integer arithmetic above, and for
-// bfloat16 makes twice as many as are needed.
+// GCC 12 does not use the conversion instructions for float16, which are several times as fast as the integer
+// arithmetic above. For bfloat16 it emits twice as many instructions as needed.
 inline const bool kHasF16C = __builtin_cpu_supports("f16c"), kHasAvx2 = __builtin_cpu_supports("avx2");
 
-// For at least eight elements. The last eight may overlap those before.
+// n is at least 8. The last vector may overlap the vector before it.
 __attribute__((target("avx,f16c"))) inline void ConvertRun(const F16* from, float* to, int64_t n) {
 #pragma GCC unroll 4
   for (int64_t i = 0; i < n - 8; i += 8) {

@@ -1,15 +1,15 @@
 // softmax and log_softmax along any axis, and their linear maps.
 //
-// An array is seen as [outer, axis, inner], and work is cut into tiles: a range of the axis times one row (inner == 1,
-// where vector code runs along the row: RowLoops) or times a block of neighbouring rows (elsewhere, where vector code
-// runs across them: ColumnLoops). FwdCore and BwdCore hold the formulas, written once for both kinds of loops. A tile
-// that spans the axis is done in one go; of a longer axis first the statistics of all chunks are found, then merged,
-// then used to write the results.
+// An array is seen as [outer, axis, inner], and work is cut into tiles. With inner == 1, a tile is a range of the axis
+// of one or more rows, and vector code runs along a row (RowLoops). Otherwise a tile is a range of the axis of a block
+// of neighbouring rows, and vector code runs across the rows (ColumnLoops). FwdCore and BwdCore hold the formulas,
+// written once for all kinds of loops. A tile that spans the axis is finished in one go. With a longer axis, the
+// statistics of all chunks are computed and merged before the results are written.
 //
-// Tiles are read in place where that is possible. With a mask, scale, bias or broadcast operand they are first gathered
-// into a buffer of float32 (float64), and the core for that type runs there.
+// Tiles are read in place where possible. A tile with a mask, scale, bias or broadcast operand is first gathered into a
+// buffer of float32 (float64), and the core for that type runs on the buffer.
 //
-// NaN needs no care in the maximum, which forgets it: e^(NaN - max) is NaN, so the sum is, so the whole row is.
+// The maximum may lose a NaN: e^(NaN - max) is NaN, so the sum is NaN, and with the sum the whole row.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -27,18 +27,18 @@ namespace {
 // Elements of a tile: 128 KiB of float32, so that a buffer stays in the second-level cache.
 template <typename A>
 inline constexpr int64_t kTileElements = 128 * 1024 / sizeof(A);
-// Tiles of the backward across rows, in place, fit the first-level cache, from which its two arrays are read once. The
-// forward reads them twice and pays for merging the statistics of each one, so that more lines to a tile are better there.
+// Elements of the backward's tiles across rows, in place: y and t of a tile fit the first-level cache. The forward is
+// better with larger tiles, since merging the statistics of a tile costs it more.
 template <typename A>
 inline constexpr int64_t kSmallTileElements = 32 * 1024 / sizeof(A);
 // The chunks of a longer row are short enough for the first-level cache, because they are read twice.
 inline constexpr int64_t kRowChunk = 4096;
-// A thread works through this much of a group's chunks: 256 KiB of float32, which the second-level cache still holds
-// when the results are written.
+// Elements of a part of a group, which is the work of one thread: 256 KiB of float32, which the second-level cache
+// still holds when the results are written.
 inline constexpr int64_t kPartElements = 64 * 1024;
 // Rows up to this length are worth interleaving; four of them fit the first-level cache.
 inline constexpr int64_t kShortRow = 2048;
-// Rows up to this length are worked on across (ShortRowLoops), in a buffer where they lie as in memory.
+// For rows up to this length vector code runs across rows (ShortRowLoops), in a buffer with the layout of memory.
 inline constexpr int64_t kShortestRow = 8;
 // The most elements in a vector: 64 bytes of a 16-bit type.
 inline constexpr int64_t kMaxLanes = 32;
@@ -47,14 +47,14 @@ inline constexpr int64_t kMinGatheredWidth = 64;  // of tiles across rows, in el
 // The most statistics that an operation has.
 inline constexpr int kMaxStats = 2;
 
-// `width` neighbouring rows from `row` on, times `length` axis positions from `start` on. `offset` is where its first
-// element lies in the full array.
+// `width` neighbouring rows from `row` on, times `length` axis positions from `start` on. `offset` is the index of the
+// tile's first element in the full array.
 struct Tile {
   int64_t row, width, start, length, offset;
 };
 
-// How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. A group and a chunk make a tile;
-// consecutive chunks of a group make a part, which is the work of one thread.
+// How an array is cut: its rows into groups of `width` neighbours, its axis into chunks. A group and a chunk make a
+// tile. Consecutive chunks of a group make a part, which is the work of one thread.
 struct Grid {
   AxisShape shape;
   int64_t width, blocks, groups, chunk, chunks, part, parts;
@@ -69,7 +69,7 @@ struct Grid {
         part(std::max<int64_t>(1, kPartElements / (width * chunk))),
         parts((chunks + part - 1) / part) {}
 
-  // The chunks of a unit of work, which are numbered [group][part].
+  // The chunks [first, last) of a unit of work. Units are numbered [group][part].
   int64_t first(int64_t unit) const { return unit % parts * part; }
   int64_t last(int64_t unit) const { return std::min(first(unit) + part, chunks); }
 
@@ -81,7 +81,8 @@ struct Grid {
   }
 };
 
-// Tiles that are gathered should span the axis, else they are gathered twice: so they are narrower.
+// A gathered tile that does not span the axis is gathered twice. Gathered tiles are therefore narrower, to span a
+// longer axis.
 template <typename A>
 Grid MakeGrid(const AxisShape& shape, int64_t column_tile, bool in_place) {
   if (shape.inner == 1) return Grid(shape, 1, shape.axis <= kTileElements<A> ? shape.axis : kRowChunk);
@@ -92,8 +93,8 @@ Grid MakeGrid(const AxisShape& shape, int64_t column_tile, bool in_place) {
 
 // ---- Gathering ----
 
-// How a tile lies in a buffer and in a full array: `lines` runs of `n` elements. Rows that are not short are padded to
-// whole vectors.
+// The layout of a tile in a buffer and in a full array: `lines` runs of `n` elements. In the buffer, rows longer than
+// kShortestRow are padded to whole vectors.
 struct Layout {
   int64_t lines, n, buffer_pitch, memory_pitch;
 
@@ -105,10 +106,10 @@ struct Layout {
     }
   }
 
-  // Whether lines lie one after the other in both: then they are one.
+  // Whether lines adjoin both in the buffer and in the full array. Then all lines are one run.
   JAXNORM_INLINE bool Adjoin() const { return buffer_pitch == n && memory_pitch == n; }
 
-  // In the buffer, from one part of `length` elements of a row to that of the next row.
+  // The distance in the buffer from one row to the next, where a tile has `length` elements of each row.
   JAXNORM_INLINE static int64_t RowPitch(int64_t axis, int64_t length) {
     return axis <= kShortestRow ? length : (length + kMaxLanes - 1) & -kMaxLanes;
   }
@@ -125,13 +126,13 @@ A* ThreadBuffer() {
   return buffer;
 }
 
-// Whether the operand is as large as the full array: a broadcast one has fewer elements, so its last one lies earlier.
+// Whether the operand has the full shape. A broadcast operand has fewer elements, so its last element lies earlier.
 bool IsFull(const Operand& operand, const AxisShape& shape) {
   return operand.view.RowOffset(shape.rows() - 1) + (shape.axis - 1) * operand.view.axis_stride == shape.size() - 1;
 }
 
-// Calls f(source, step, out, n) for runs of the operand's elements, `step` (0 or 1) apart, that belong at
-// buffer[out...].
+// Calls f(source, step, out, n) for each run of n elements of the operand in the tile. The elements lie `step` (0 or 1)
+// apart, and belong at buffer[out, out + n).
 template <typename U, typename F>
 JAXNORM_INLINE void ForEachRun(const Operand& operand, const AxisShape& shape, const Tile& tile, F f) {
   const Broadcast& view = operand.view;
@@ -184,7 +185,7 @@ JAXNORM_SIMD_CLONES void Scatter(const Acc<T>* buffer, const AxisShape& shape, c
   }
 }
 
-// buffer[i] = value where the mask is off; selected, so that what was there does not matter.
+// buffer[i] = value where the mask is off. A select, so that the old value does not matter.
 template <typename A>
 JAXNORM_SIMD_CLONES void FillMasked(const Operand& where, const AxisShape& shape, const Tile& tile, A value,
                                     A* buffer) {
@@ -219,14 +220,14 @@ JAXNORM_SIMD_CLONES void MultiplyAdd(A factor, const A* bias, A* z, int64_t n) {
 
 // ---- Loops ----
 //
-// Max and Sum reduce f over the axis into one statistic per row; ForEach only calls it. f gets (at, row): the element's
-// position relative to the tile's first one in memory, and in an array of statistics. kStep elements are a vector of the
-// type that is read.
+// Max and Sum reduce f over the axis into one statistic per row; ForEach only calls f. f(at, row) gets the element's
+// offset from the tile's first element in memory, and the index of its statistic. A vector of the type that is read has
+// kStep elements.
 
-// One contiguous row, or several at once: the steps of one row wait for one another, so that short rows take less time
-// interleaved. The loops run over whole vectors, since remainder loops would dominate short rows. So f is called for up
-// to kStep - 1 elements beyond each row, where results are dropped and stores must not matter; those beyond one row
-// come before those of the next.
+// Loops over kRows contiguous rows at once. The steps of one row wait for one another, so several short rows take less
+// time when they are interleaved. The loops run over whole vectors, since remainder loops would dominate short rows: f
+// is called for up to kStep - 1 elements beyond each row. There, results are dropped, and stores must do no harm.
+// Elements beyond a row are stored before the elements of the next row.
 template <int kRows>
 class RowLoops {
  public:
@@ -267,7 +268,7 @@ class RowLoops {
     std::copy_n(from, kRows, stat);
   }
 
-  // What f is to read statistics from: a copy, because a store through a pointer might change the array.
+  // f reads statistics from a copy, because a store through a pointer might change the array.
   template <typename A>
   struct Copy {
     A values[kRows];
@@ -281,12 +282,12 @@ class RowLoops {
   }
 
  private:
-  // Steps that are summed by themselves before they join the total, so that rounding errors grow with the number of
-  // blocks, not of steps.
+  // Steps of a block. Each block is summed by itself before it joins the total, so that rounding errors grow with the
+  // number of blocks, not of steps.
   static constexpr int64_t kBlockSteps = 32;
 
-  // Combines f of all elements of each row, `identity` in place of those beyond. One array element per vector lane: the
-  // compiler keeps them in registers.
+  // Combines f of all elements of each row, with `identity` in place of elements beyond the row. `lanes` and `totals`
+  // have one element per vector lane, and the compiler keeps them in registers.
   template <int64_t kStep, typename A, typename F, typename Combine>
   JAXNORM_INLINE void Reduce(A identity, F f, Combine combine, A* result) const {
     A lanes[kRows][kStep], totals[kRows][kStep];
@@ -337,8 +338,9 @@ class RowLoops {
   int64_t n_, pitch_;
 };
 
-// Neighbouring rows: statistics are arrays. Where inner is so small that lines of it would leave vectors empty, many
-// are taken as one longer line (they adjoin in memory), and the statistics of a row are those of its copies, merged.
+// Loops across neighbouring rows; statistics are arrays. Lines so short that they would leave vectors empty are joined
+// to longer lines where they adjoin in memory. A joined line has several copies of each row's statistic, which are
+// merged at the end.
 class ColumnLoops {
  public:
   // Lines of the tile lie `pitch` elements apart.
@@ -413,9 +415,9 @@ class ColumnLoops {
   int64_t width_, n_, pitch_, lines_, last_n_;
 };
 
-// Rows so short that vectors along them would be mostly empty: vector code runs across them, as in ColumnLoops, but a
-// row's elements are neighbours. Those of a length that the compiler knows, and has permutations for, it loads as vectors
-// of several rows; others (kLength == 0) element by element.
+// Loops over rows so short that vectors along a row would be mostly empty. Vector code runs across the rows, as in
+// ColumnLoops, but the elements of a row are neighbours. With a constant length (kLength > 0) for which the compiler
+// has permutations, it loads vectors of several rows; with kLength == 0, it loads element by element.
 template <int kLength>
 class ShortRowLoops {
  public:
@@ -507,8 +509,9 @@ struct FwdCore {
     const Loops loops(tile, pitch);
     const S* x_tile = x + tile.offset;
     S* y_tile = y + tile.offset;
-    // The minimum with what the compiler does not know to be infinity changes nothing. It is in the way of fusing the
-    // product with the subtraction of the maximum, which was rounded: what is left of a huge logit would be large.
+    // min(product, infinity) changes nothing, but the compiler does not know that the variable is infinity. The minimum
+    // keeps the compiler from fusing the product with the subtraction of the maximum. The maximum is a rounded product:
+    // its difference from an exact product would be large for a huge logit.
     A infinity = kInfinity<A>;
     asm("" : "+m"(infinity));
     const auto z = [=, *this](int64_t at) JAXNORM_INLINE_LAMBDA {
@@ -536,7 +539,7 @@ struct FwdCore {
       loops.template ForEach<kStep>([=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t row)
                                         JAXNORM_INLINE_LAMBDA { y_tile[at] = FromAcc<S>((z(at) - m[row]) - s[row]); });
     } else {
-      // The exponential again: as fast as keeping the first one in a buffer, or faster in rows of some thousands.
+      // Computing the exponential again is as fast as keeping it in a buffer, and faster in rows of some thousands.
       loops.ForEachRow([&](int64_t row) JAXNORM_INLINE_LAMBDA { sum[row] = 1 / sum[row]; });
       loops.template ForEach<kStep>(
           [=, m = loops.View(max), s = loops.View(sum)](int64_t at, int64_t row)
@@ -554,8 +557,8 @@ struct FwdCore {
   }
 
  private:
-  // What to subtract from z in a sum over a part of the row: in a part that is all -inf, -inf - (-inf) would make a
-  // NaN, which belongs in the result only if the whole row is so; z - max makes it then.
+  // The number to subtract from z in a sum over a part of the row. In a part that is all -inf, -inf - (-inf) would be
+  // NaN, which would spread to the whole row. If the whole row is -inf, z - max still makes the NaN that belongs there.
   JAXNORM_INLINE static A FiniteShift(A max) { return max == -kInfinity<A> ? A{0} : max; }
 };
 
@@ -564,7 +567,7 @@ template <typename S, SoftmaxForm kForm>
 struct BwdCore {
   using A = Acc<S>;
   static constexpr int kStats = 1;
-  static constexpr int kRowsTogether = 1;  // its steps are short, and memory is what takes the time
+  static constexpr int kRowsTogether = 1;  // the steps are short, and memory traffic takes the time
   static constexpr int64_t kStep = kLanes<S>;
   const S* y;
   const S* t;
@@ -613,7 +616,7 @@ struct BwdCore {
   }
 };
 
-// Contiguous rows, `pitch` apart: a tile's, of which there is one unless they are done in whole.
+// Runs the contiguous rows of a tile, which lie `pitch` apart. The tile has one row unless `steps` is kWhole.
 template <typename Core>
 JAXNORM_SIMD_CLONES void RunRows(const Core& core, const Tile& tile, int64_t pitch, Steps steps,
                                  typename Core::A* stats) {
@@ -674,14 +677,14 @@ void RunShortRows(const Core& core, const Tile& tile, int64_t pitch, Steps steps
 // A kernel runs a core in place, or gathers a tile, runs a core in the buffer, and scatters the results. float16 is
 // always gathered: its conversions are fast in bulk only (see ToAccRun).
 
-// What RunTiles needs of a kernel: virtual functions, so that it is compiled once per A.
+// The interface of kernels for RunTiles. Its functions are virtual, so that RunTiles is compiled once per A.
 template <typename A>
 struct Kernel {
   AxisShape shape;
   int64_t column_tile;  // elements of a tile across rows
   int64_t stats;        // statistics of a row
   bool in_place;
-  int64_t step;  // elements in a vector, to which rows overrun in place
+  int64_t step;  // elements in a vector: in place, loops overrun rows to whole vectors
 
   bool along_rows() const { return shape.inner == 1; }
   bool short_rows() const { return along_rows() && shape.axis <= kShortestRow; }
@@ -783,7 +786,7 @@ struct BwdKernel final : Kernel<Acc<T>> {
   void RunGathered(const Tile& tile, Steps steps, A* stats) const override {
     A* y = ThreadBuffer<A, 0>();
     A* t = ThreadBuffer<A, 1>();
-    if (kForm != SoftmaxForm::kLogVjp || steps != kStatistics) {  // its statistic is a sum of t alone
+    if (kForm != SoftmaxForm::kLogVjp || steps != kStatistics) {  // the statistic of kLogVjp is a sum of t alone
       Gather<T>(args.y, args.shape, tile, y);
       if (args.where) FillMasked(args.where, args.shape, tile, A{0}, y);
     }
@@ -802,8 +805,8 @@ struct BwdKernel final : Kernel<Acc<T>> {
 
 // ---- Execution ----
 
-// Groups [begin, end), each of one tile, from start to end. In place, rows overrun into the next ones, which are written
-// later; those that would overrun the last one here, where another thread may be at work, are gathered.
+// Runs groups [begin, end) of one tile each. In place, a row overruns into the next rows, which are written later. Rows
+// that would overrun the last row of the range, where another thread may be at work, are gathered.
 template <typename A>
 void RunWhole(const Kernel<A>& kernel, const Grid& grid, int64_t begin, int64_t end) {
   const int64_t axis = grid.shape.axis;
@@ -830,7 +833,7 @@ void RunWhole(const Kernel<A>& kernel, const Grid& grid, int64_t begin, int64_t 
   }
 }
 
-// One of a group's chunks, of which no row may overrun its own.
+// Runs a chunk of a group. A row must not overrun its chunk; a chunk where it would is gathered.
 template <typename A>
 void RunChunk(const Kernel<A>& kernel, const Tile& tile, Steps steps, A* stats) {
   const bool in_place = kernel.in_place && (!kernel.along_rows() || tile.length % kernel.step == 0);

@@ -1,9 +1,9 @@
-// The softmax calls: what they compute, and what kernels are told of them.
+// The softmax calls: their formulas, and the arguments that kernels get.
 //
-// jaxnorm_softmax_fwd: operands x, then those of where, scale, bias that the attribute `operands` names; result y.
-//   z = factor * scale * x + bias;  y = softmax(z) or log_softmax(z) along `axis`, over the elements that `where` keeps.
-//   Masked elements get 0 (softmax) or -inf (log_softmax).
-// jaxnorm_softmax_bwd: operands y (the forward's result), t (a tangent or a cotangent), then where; result
+// jaxnorm_softmax_fwd: operands x, [where], [scale], [bias], as the attribute `operands` names them; result y.
+//   z = factor * scale * x + bias;  y = softmax(z) or log_softmax(z) along `axis`, over the elements that `where`
+//   keeps. Masked elements get 0 (softmax) or -inf (log_softmax).
+// jaxnorm_softmax_bwd: operands y (the forward's result), t (a tangent or a cotangent), [where]; result
 //   kSoftmax:  factor * y * (t - sum(y * t))       the Jacobian is symmetric: forward and reverse mode are one formula
 //   kLogJvp:   factor * (t - sum(exp(y) * t))
 //   kLogVjp:   factor * (t - exp(y) * sum(t))

@@ -21,7 +21,7 @@ namespace {
 constexpr std::string_view kMagic = "jaxnorm row program, 1\n";
 constexpr std::string_view kSuffix = ".rows";
 constexpr std::string_view kUnfinished = ".tmp";
-constexpr time_t kAbandoned = 3600;         // seconds after which an unfinished file has no writer any more
+constexpr time_t kAbandoned = 3600;         // seconds after which an unfinished file counts as abandoned
 constexpr int64_t kMaxEntry = 256ll << 20;  // bytes
 
 // FNV-1a of 128 bits.
@@ -60,13 +60,13 @@ bool EndsWith(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
-// What is in it is code that this process will run.
+// Files hold code that this process will run, so no other user may be able to write to them.
 bool OnlyOurs(const struct stat& status) {
   const bool owner = status.st_uid == geteuid() || status.st_uid == 0;
   return owner && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-// The whole file, or "" if it is none that may be read.
+// The whole file, or "" if it is no file that may be read.
 std::string ReadFile(int file) {
   struct stat status;
   if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode) || !OnlyOurs(status) || status.st_size > kMaxEntry)
@@ -92,12 +92,12 @@ bool WriteFile(int file, std::string_view text) {
   return true;
 }
 
-// Makes `folder` and those above it, for the user alone.
+// Makes `folder` and its parents, for the user alone.
 void MakeFolders(const std::filesystem::path& folder) {
   std::filesystem::path made;
   for (const std::filesystem::path& part : folder) {
     made /= part;
-    mkdir(made.c_str(), 0700);  // fails for those that are there
+    mkdir(made.c_str(), 0700);  // fails for folders that exist
   }
 }
 
@@ -201,7 +201,7 @@ void Cache::RemoveOldest() const {
   std::sort(entries.begin(), entries.end());
   for (const auto& [used, bytes, name] : entries) {
     if (total <= limit_) break;
-    unlinkat(folder_, name.c_str(), 0);  // another process may have been faster
+    unlinkat(folder_, name.c_str(), 0);  // another process may have removed it already
     total -= bytes;
   }
 }

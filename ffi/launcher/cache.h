@@ -7,10 +7,10 @@
 
 namespace jaxnorm {
 
-// An entry is a file that holds its whole key, the compiler's log, the code and a checksum. A file that does not hold
-// exactly that is no entry: it is compiled again and replaced. Files are written under another name and renamed, so
-// several processes can share a folder. Other users must not be able to write to it. Never fails: what cannot be read or
-// written is compiled each time.
+// An entry is a file that holds its whole key, the compiler's log, the code and a checksum. Any other file is no entry:
+// its program is compiled again, and the file is replaced. Files are written under another name and renamed, so several
+// processes can share a folder. Other users must not be able to write to the folder. Never fails: a program whose entry
+// cannot be read or written is compiled each time.
 class Cache {
  public:
   // Uses `folder`, made if needed; "" is no folder. Beyond `limit` bytes the entries used longest ago are removed.

@@ -11,13 +11,14 @@
 namespace jaxnorm {
 namespace {
 
-// One per source and architecture.
+// The code of one source for one target.
 struct Slot {
-  std::mutex mutex;  // held while it is compiled
+  std::mutex mutex;  // held while the code is compiled
   std::shared_ptr<const Code> code;
 };
 
-// All that one call of Configure set; those who still compile with an older one keep it alive.
+// The settings of one call of Configure, with the code compiled under them. Threads that still compile with older
+// settings keep their Compiler alive.
 class Compiler {
  public:
   Compiler(std::vector<std::string> nvrtc, std::string folder, int64_t limit)

@@ -9,8 +9,8 @@
 
 namespace jaxnorm {
 
-// Where to look for NVRTC and what to keep; used when something is compiled for the first time, and from then on until
-// the next call. Forgets what this process has compiled.
+// Sets where to look for NVRTC, and the cache. The settings are used from the first compilation after this call until
+// the next call. Forgets the code that this process has compiled.
 void Configure(std::vector<std::string> nvrtc, std::string cache_folder, int64_t cache_limit);
 
 struct CompilerState {
@@ -26,12 +26,12 @@ bool CanCompileFor(int architecture);
 
 struct Code {
   std::string cubin, log;
-  double seconds = 0;   // that NVRTC or reading took
+  double seconds = 0;   // that compiling, or reading from disk, took
   bool cached = false;  // read from disk
 };
 
-// Compiles `source` for sm_<architecture> once in a process, whichever threads ask. Returns "" or an error. `in_memory`
-// says that an earlier call did it.
+// Compiles `source` for sm_<architecture> once in a process, whichever threads ask. Returns "" or an error.
+// `in_memory`: an earlier call compiled it.
 std::string Compile(const std::string& source, int architecture, std::shared_ptr<const Code>* code,
                     bool* in_memory = nullptr);
 

@@ -60,7 +60,7 @@ struct Driver {
   int (*LaunchKernel)(const CudaLaunchConfig*, void*, void**, void**);
 
   std::string missing;  // why the functions cannot be called, or ""
-  int cuda = 0;         // the newest CUDA that it is for: 13000 for 13.0
+  int cuda = 0;         // the newest CUDA version that the driver supports: 13000 for 13.0
 
   // "what: the driver's words (number)".
   std::string Describe(const std::string& what, int result) const;
@@ -76,7 +76,7 @@ struct Gpu {
   std::string name;
   int architecture = 0;  // XY of sm_XY
   int multiprocessors = 0;
-  int shared_bytes = 0;  // that a block can ask for
+  int shared_bytes = 0;  // the most shared memory that a block can ask for
   int l2_bytes = 0;
 };
 

@@ -19,7 +19,7 @@ namespace ffi = xla::ffi;
 
 constexpr int kMaxDevices = 64;
 
-// Made once for each call of an executable, and deleted with it.
+// The state of one call in an executable. It is deleted with the executable.
 struct State {
   static ffi::TypeId id;
 
@@ -71,7 +71,7 @@ Error ReadAttributes(const ffi::Dictionary& dictionary, Attributes* attributes) 
   const auto version = dictionary.get<int64_t>("version");
   if (!version.has_value()) return Invalid("the attribute version must be an int64");
   attributes->version = *version;
-  if (*version != Attributes::kVersion) return Error::Success();  // others may look different; DecodePlan refuses them
+  if (*version != Attributes::kVersion) return Error::Success();  // unread, since DecodePlan refuses other versions
   JAXNORM_RETURN_IF_ERROR(ReadText(dictionary, "operation", &attributes->operation));
   JAXNORM_RETURN_IF_ERROR(ReadText(dictionary, "source", &attributes->source));
   JAXNORM_RETURN_IF_ERROR(ReadText(dictionary, "kernels", &attributes->kernels));
@@ -105,7 +105,8 @@ ffi::ErrorOr<std::unique_ptr<State>> Instantiate(ffi::Dictionary dictionary) {
 
 // ---- execute ----
 
-// A tag that no other launch has, of this process or another: a multiple of kTagStep, which is left for counting.
+// A tag that no other launch has, in this or another process. It is a multiple of kTagStep: its low bits are for
+// counting.
 uint64_t NextTag() {
   constexpr uint64_t kTagStep = 1 << 16;
   static std::atomic<uint64_t> next = [] {

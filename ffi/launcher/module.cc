@@ -34,9 +34,9 @@ nb::tuple CompileInPython(const std::string& source, int architecture) {
                         in_memory ? 0.0 : code->seconds, in_memory || code->cached);
 }
 
-// What the target would launch for buffers of these dimensions, of one byte for each element: (rows, chunks, groups,
-// dims, for each launch (kernel, grid, block, arguments)), where an argument is its words in memory. The address of a
-// buffer is its number, times 2^32. A ValueError is what the target returns.
+// The launches of the target for buffers of these dimensions, with one byte for each element: (rows, chunks, groups,
+// dims, for each launch (kernel, grid, block, arguments)). An argument is a list of its words in memory. The address of
+// a buffer is its number times 2^32. An error of the target is raised as a ValueError.
 nb::tuple PlanLaunches(const nb::dict& given, const std::vector<Numbers>& buffer_dims, int64_t resident) {
   auto check = [](const Error& error) {
     if (error.failure()) throw nb::value_error(error.message().c_str());

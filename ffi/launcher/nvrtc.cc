@@ -14,7 +14,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// NVRTC 13.0 looks for its builtins on the loader's path only. Once they are loaded, it finds those.
+// NVRTC 13.0 looks for its builtins on the loader's path only, but uses builtins that are already loaded.
 void OpenBuiltinsBeside(const fs::path& library) {
   std::error_code error;
   for (const fs::directory_entry& file : fs::directory_iterator(library.parent_path(), error)) {
@@ -89,8 +89,8 @@ int Nvrtc::TargetFor(int architecture) const {
 }
 
 std::vector<std::string> Nvrtc::Options(int target) const {
-  // A cubin: PTX of an NVRTC that is newer than the driver would be refused. Functions that a kernel does not use (177) are
-  // no reason for a warning. Generic lambdas have no annotation of where they run.
+  // The output is a cubin, because a driver refuses PTX of a newer NVRTC. Warning 177 is about functions that a kernel
+  // does not use. Generic lambdas have no annotation of where they run, hence the default execution space.
   std::vector<std::string> options = {"--gpu-architecture=sm_" + std::to_string(target), "--std=c++17",
                                       "--ptxas-options=-v", "--diag-suppress=177",
                                       "--device-as-default-execution-space"};
@@ -111,7 +111,7 @@ std::string Nvrtc::Compile(const std::string& source, const std::vector<std::str
   GetProgramLogSize(program, &size);
   log->assign(size, '\0');
   if (size > 0) GetProgramLog(program, log->data());
-  log->resize(log->find_last_not_of(std::string("\0\n", 2)) + 1);  // it ends with a zero
+  log->resize(log->find_last_not_of(std::string("\0\n", 2)) + 1);  // the log ends with a zero
   std::string error;
   if (result != 0) {
     error = std::string("NVRTC could not compile (") + GetErrorString(result) + "):\n" + *log;

@@ -9,7 +9,7 @@ namespace jaxnorm {
 
 class Nvrtc {
  public:
-  // Opens the first of `candidates` (paths, or names for the loader) that the driver is not too old for. Without such a
+  // Opens the first of `candidates` (paths, or names for the loader) that is not too new for the driver. Without such a
   // library `missing()` says why, and what to install.
   explicit Nvrtc(const std::vector<std::string>& candidates);
 
@@ -18,7 +18,7 @@ class Nvrtc {
   int minor() const { return minor_; }
   const std::string& path() const { return path_; }
 
-  // What two builds of the compiler are told apart by: version and size of the library.
+  // Tells builds of the compiler apart: version and size of the library.
   const std::string& identity() const { return identity_; }
 
   // The newest architecture of its family whose code sm_<architecture> runs, or 0.

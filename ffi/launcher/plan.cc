@@ -254,7 +254,7 @@ Error CountRows(const Plan& plan, const Buffers& buffers, int64_t resident, Rows
     }
   }
   for (const Launch& launch : plan.launches) {
-    // Blocks that wait for others which have not begun would wait for ever.
+    // A block that waits for a block which can not begin would wait for ever.
     if (launch.rule == Rule::kTiles && launch.cooperative && groups * chunks > resident) {
       return plan.Invalid(Text(groups * chunks * launch.cluster) + " blocks must run at once, the GPU runs " +
                           Text(resident * launch.cluster));

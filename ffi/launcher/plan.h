@@ -1,4 +1,4 @@
-// What a call asks for, decoded and checked, and what its launches are for the buffers of an execution. Nothing here
+// Decodes and checks the attributes of a call, and computes its launches for the buffers of an execution. Nothing here
 // needs a GPU.
 #ifndef JAXNORM_LAUNCHER_PLAN_H_
 #define JAXNORM_LAUNCHER_PLAN_H_
@@ -17,7 +17,7 @@ namespace jaxnorm {
 inline constexpr int kMaxBuffers = 64;
 inline constexpr int kMaxRowDims = 8;
 inline constexpr int kMaxLaunches = 256;
-// Of one launch. Kernels take 4 KiB of arguments.
+// Limits of one launch. A kernel takes 4 KiB of arguments.
 inline constexpr int kMaxArguments = 128;
 inline constexpr int kMaxWords = 512;
 
@@ -38,18 +38,18 @@ struct Integers {
   int64_t operator[](size_t i) const { return data[i]; }
 };
 
-// A call's attributes as they come from jaxnorm/_launch.py. They are part of exported programs, hence the version: a
-// change of what they mean is another number.
+// A call's attributes as they come from jaxnorm/_launch.py. Exported programs contain them, hence the version: if the
+// meaning of an attribute changes, so does kVersion.
 struct Attributes {
   static constexpr int64_t kVersion = 2;
 
   int64_t version = 0;
   std::string_view operation;  // what error messages name
   std::string_view source;     // CUDA text
-  std::string_view kernels;    // their names in the text, with a space between two of them
+  std::string_view kernels;    // names of the kernels in the text, separated by spaces
   // For each launch: kernel, rule of the grid, grid (x, y, z), block (x, y, z), shared_bytes, cluster, flags (1:
-  // cooperative, 2: early), the number of its arguments, and for each of these the number of its words, and for each
-  // word its kind, value and offset.
+  // cooperative, 2: early), number of arguments. For each argument: number of words. For each word: kind, value,
+  // offset.
   Integers launches;
   Integers buffer_bytes;  // none, or for each buffer how many bytes it has
   Integers row_tiles;     // none, or rows_per_tile, blocks, chunk_multiple, group_dims
@@ -65,7 +65,7 @@ struct RowDim {
 // A group's rows are cut into tiles, which are dealt to `chunks` blocks or clusters.
 struct RowTiles {
   int64_t rows_per_tile = 1;   // rows that a block takes at a time
-  int64_t blocks = 0;          // 0: a block for each tile. Otherwise at most so many, which go from tile to tile
+  int64_t blocks = 0;          // 0: a block for each tile. Otherwise the most blocks, which go from tile to tile
   int64_t chunk_multiple = 1;  // with `blocks`: the number of chunks is a multiple of this, or less
   int group_dims = 0;          // leading row dimensions that number the groups of rows
   FixedVector<RowDim, kMaxRowDims> sizes;
@@ -74,13 +74,13 @@ struct RowTiles {
 enum class Rule {
   kFixed,
   kTiles,         // a block or cluster for each chunk of each group, along x
-  kGroupsAlongY,  // and a block of 32 times as many threads as there are chunks, along y
+  kGroupsAlongY,  // groups along y; 32 threads along x, and up to 32 (a power of two) along y, for chunks
 };
 
 struct Word {
   enum Kind { kNumber, kBuffer, kTag, kRows, kChunks, kGroups, kRowDim, kKinds };
   Kind kind;
-  int64_t value;   // of a number; else which buffer or dimension
+  int64_t value;   // the number, or which buffer or dimension
   int64_t offset;  // bytes from the start of a buffer
 };
 
@@ -93,13 +93,13 @@ struct Launch {
   Rule rule;
   Extent grid, block;
   int shared_bytes;        // dynamic shared memory of a block
-  int cluster;             // blocks of a cluster, which then stands where a block would
-  bool cooperative;        // all blocks run at once; those of a cluster may then be anywhere in the grid
-  bool early;              // blocks may begin before the launch before has ended, where the GPU can do that
-  std::vector<int> words;  // of each argument
+  int cluster;             // blocks of a cluster; a grid by kTiles then counts clusters instead of blocks
+  bool cooperative;        // all blocks run at once; the blocks of a cluster may be anywhere in the grid
+  bool early;              // blocks may begin before the previous launch has ended, if the GPU supports it
+  std::vector<int> words;  // number of words of each argument
   std::vector<Word> all_words;
 
-  // Whether the GPU is to know of clusters.
+  // Whether the launch has the GPU's cluster attribute.
   bool clustered() const { return cluster > 1 && !cooperative; }
 };
 
@@ -126,7 +126,7 @@ struct Buffer {
 };
 using Buffers = FixedVector<Buffer, kMaxBuffers>;
 
-// Whether the buffers are those that the plan was made for.
+// Checks the number, sizes and alignment of the buffers against the plan.
 Error CheckBuffers(const Plan& plan, const Buffers& buffers);
 
 struct Rows {
@@ -142,7 +142,7 @@ struct Size {
 };
 Error SizeLaunch(const Plan& plan, const Launch& launch, const Rows& rows, Size* size);
 
-// A launch's arguments in memory, and where each begins.
+// A launch's arguments in memory, and a pointer to each of them.
 struct Arguments {
   std::array<uint64_t, kMaxWords> words;
   std::array<void*, kMaxArguments> pointers;

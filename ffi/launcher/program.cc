@@ -8,7 +8,8 @@
 namespace jaxnorm {
 namespace {
 
-// Of dynamic shared memory; a kernel may have arrays of its own beside it.
+// The most dynamic shared memory of a launch that does not set the kernel's limit. A kernel may also have static
+// arrays.
 constexpr int kSharedBytesWithoutAsking = 16 * 1024;
 constexpr int kPortableCluster = 8;
 constexpr int kClusterArchitecture = 90;

@@ -1,4 +1,4 @@
-// CUDA text on this machine's GPUs: its kernels, loaded.
+// A program: CUDA text, compiled and loaded on this machine's GPUs.
 #ifndef JAXNORM_LAUNCHER_PROGRAM_H_
 #define JAXNORM_LAUNCHER_PROGRAM_H_
 
@@ -23,26 +23,26 @@ struct LaunchAttributes {
 };
 CudaLaunchConfig LaunchConfig(const Launch& launch, const Size& size, LaunchAttributes* attributes, void* stream);
 
-// What a call's launches on one device need. Kernels stay loaded while the process lives.
+// The kernels of a call's launches on one device. Kernels stay loaded while the process lives.
 struct Kernels {
   const Gpu* gpu = nullptr;
   std::vector<void*> of_launch;
   int64_t resident = 0;  // blocks, or clusters, of the kernel with the rule kTiles that the device holds at once
 };
 
-// One for each source in a process, whoever calls it.
+// A process has one Program for each source, which all calls share.
 class Program {
  public:
   static std::shared_ptr<Program> ForSource(std::string_view source);
 
   explicit Program(std::string source) : source_(std::move(source)) {}
 
-  // Compiles and loads for device `ordinal`, whose context is current, so that a launch has nothing left to do.
-  // Returns "" or an error.
+  // Compiles the source and loads the plan's kernels for device `ordinal`, whose context is current, so that a launch
+  // has nothing left to do. Returns "" or an error.
   std::string Load(const Plan& plan, int ordinal, Kernels* kernels);
 
  private:
-  // Code that is loaded serves all devices of its architecture.
+  // A loaded library serves all devices of its architecture.
   std::string LoadLibrary(int architecture, void** library);
   // Finds a launch's kernel, and lets it have the shared memory and the cluster that the launch asks for.
   std::string LoadKernel(const Launch& launch, const std::string& name, void* library, int device, void** kernel,
@@ -54,8 +54,8 @@ class Program {
   std::map<std::pair<void*, int>, int> shared_allowed_;  // bytes that a kernel may ask for on a device
 };
 
-// Runs `task(ordinal)` for each device on which this process works, with its context current. Returns "" if one of the
-// tasks does, or the first error.
+// Runs `task(ordinal)` for each device whose primary context is active in this process, with that context current.
+// Returns "" if any task returns "", else the first error.
 std::string OnEachDevice(const std::function<std::string(int)>& task);
 
 }  // namespace jaxnorm

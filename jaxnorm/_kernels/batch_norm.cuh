@@ -1,30 +1,29 @@
-// What the batch_norm kernels share: how they see an array, and how they read and write it.
+// Shared by the batch_norm kernels: the view of an array, and its loads and stores.
 //
-// One group of an array is flat memory in which channels come back: element p belongs to channel p % cols / inner, with
-// cols = channels * inner. That is all the kernels know of a layout, so that channels last (inner = 1), channels first
-// and whatever is between are the same code. The array is cut into lines of `period` elements, a multiple of cols and
-// of 8, so that what stands below each other in two lines is of one channel. A thread has 8 neighbouring columns and
-// goes down the lines: what it needs to know of its channels it finds once, and every access is a whole aligned 16
-// bytes, which also makes a byte of the ReLU's bits. A block has the columns of a tile: 4 KiB of 16-bit elements at
-// most.
+// A group of an array is flat memory: element p belongs to channel p % cols / inner, with cols = channels * inner.
+// Kernels know nothing else of the layout, so channels last (inner = 1), channels first and all layouts between them
+// use the same code. The array is cut into lines of `period` elements, a multiple of cols and of 8, so that a column
+// has the same channel in all lines. A thread has 8 neighbouring columns and goes down the lines. It loads the numbers
+// of its channels once. Its accesses are aligned and of 16 bytes, and its columns make a whole byte of the ReLU's bits.
+// A block has the columns of a tile: 4 KiB of 16-bit elements at most.
 //
-// Bits of rows that are not whole bytes are moved by one thread of the block to the other through shared memory,
-// several lines in one word (bits.cuh).
+// Where the bits of a row are not whole bytes, threads of a block exchange bits through shared memory, several lines in
+// one word (bits.cuh).
 //
-// The text in front defines T, the type of elements. What the plan decides comes in structures that
-// jaxnorm/_kernels/batch_norm.py fills.
-using A = Acc<T>;  // of sums, and of numbers of each channel
+// The text before this file defines T, the type of elements. jaxnorm/_kernels/batch_norm.py fills the structures that
+// hold the plan's choices.
+using A = Acc<T>;  // type of sums, and of numbers of each channel
 
-constexpr int kCols = 8;  // of one thread
+constexpr int kCols = 8;  // columns of one thread
 // Threads of a block at most; shared memory holds some numbers for each column.
 constexpr int kThreads = sizeof(T) == 8 ? 128 : 256;
 
-// What means are distances from. Any finite number will do.
+// The number that means are distances from: `first`, or 0 if `first` is not finite. Any finite number will do.
 DEVICE A Origin(A first) { return first - first == 0 ? first : A{0}; }
 
 // ---- Operands and results ----
 
-// What group g has begins at data + g * stride elements.
+// The part of group g begins at element g * stride of data.
 struct GroupArray {
   void* data;
   i64 stride;
@@ -36,7 +35,7 @@ struct GroupArray {
   }
 };
 
-// Of one launch: operands and results by the names of jaxnorm/_batch_norm_primitives.py.
+// Operands and results of one launch, by the names of jaxnorm/_batch_norm_primitives.py.
 struct GroupArrays {
   GroupArray x, dy, y, bits, mean, var, count, scale, bias, residual, dbias, dscale, dmean, dvar, dx, dresidual;
 };
@@ -45,16 +44,16 @@ struct GroupArrays {
 
 struct Lines {
   i64 size;         // elements of a group
-  i64 cols, inner;  // of a group: channels * inner, elements of a channel that are neighbours
+  i64 cols, inner;  // channels * inner; neighbouring elements of one channel
   i64 channels;
   i64 period;       // elements of a line, a multiple of 8 and of cols
-  i64 lines, full;  // all, and those that do not end early: all, or all but the last
+  i64 lines, full;  // all lines; lines that do not end early, which are all or all but the last
   int tile, tiles;  // columns of a tile, a multiple of 8 (the last tile of a line may be narrower)
   int rows;         // lines that a block works on at once
   FastDiv by_cols, by_inner, by_tile;
-  bool wide;  // beyond what FastDiv divides
+  bool wide;  // numbers are too large for FastDiv
 
-  // Of a column of a line.
+  // The channel of a column of a line.
   __device__ __forceinline__ i64 Channel(i64 column, i64* inner_index) const {
     if (wide) {
       column -= SlowDivide(column, cols) * cols;
@@ -69,19 +68,20 @@ struct Lines {
     return channel;
   }
 
-  // The tile that has a column of a line.
+  // The tile that holds a column of a line.
   __device__ __forceinline__ int TileOf(i64 column) const {
     if (wide) return static_cast<int>(SlowDivide(column, tile));
     return static_cast<int>(by_tile.Div(static_cast<u32>(column)));
   }
 
-  // How often `width` columns from one that is `inner_index` in its channel on see another channel, with the first.
+  // How many channels `width` columns meet, from a column on that has index `inner_index` in its channel. A channel
+  // that is met again counts again.
   __device__ __forceinline__ i64 ChannelsFrom(i64 inner_index, int width) const {
     const i64 last = inner_index + width - 1;
     return (wide ? SlowDivide(last, inner) : by_inner.Div(static_cast<u32>(last))) + 1;
   }
 
-  // Columns that tile `t` has.
+  // The number of columns of tile `t`.
   __device__ __forceinline__ int Width(int t) const { return static_cast<int>(min(i64{tile}, period - i64{t} * tile)); }
 };
 
@@ -89,25 +89,25 @@ struct Lines {
 // together they walk through memory in order.
 struct Spans {
   int span;           // lines of a block
-  u32 spans;          // of a group: blocks that share a tile
-  FastDiv by_blocks;  // of a group: spans * tiles
+  u32 spans;          // parts of a group's lines: blocks that share a tile
+  FastDiv by_blocks;  // by spans * tiles, the blocks of a group
   FastDiv by_tiles;
   bool aligned;  // arrays begin on 16 bytes
 };
 
-// ---- What a block and a thread have ----
+// ---- The part of a block and of a thread ----
 
 struct Part {
   u32 group;
-  i64 begin, full, end;  // lines; those before `full` by vectors
+  i64 begin, full, end;  // lines; lines before `full` are accessed by vectors
   int tile, width;
-  i64 column;   // this thread's first, in a line
-  int place;    // and in the tile
-  int row;      // its first line, from that of the block
-  bool active;  // it has columns of the tile
+  i64 column;   // this thread's first column, in a line
+  int place;    // this thread's first column, in the tile
+  int row;      // this thread's first line, from the first line of the block
+  bool active;  // this thread has columns of the tile
 };
 
-// `reversed`: the last blocks of the launch begin where memory begins.
+// `reversed`: the last blocks of the launch have the beginning of memory.
 __device__ __forceinline__ Part FindPart(const Lines& lines, const Spans& spans, bool reversed) {
   Part part;
   const u32 index = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -119,7 +119,7 @@ __device__ __forceinline__ Part FindPart(const Lines& lines, const Spans& spans,
   part.begin = i64{span} * spans.span;
   part.end = min(lines.lines, part.begin + spans.span);
   part.full = spans.aligned ? min(lines.full, part.end) : part.begin;
-  const int threads = lines.tile / kCols;  // of a row
+  const int threads = lines.tile / kCols;  // threads of a line of the tile
   part.row = lines.rows == 1 ? 0 : static_cast<int>(threadIdx.x) / threads;
   part.place = (static_cast<int>(threadIdx.x) - part.row * threads) * kCols;
   part.column = i64{part.tile} * lines.tile + part.place;
@@ -127,8 +127,8 @@ __device__ __forceinline__ Part FindPart(const Lines& lines, const Spans& spans,
   return part;
 }
 
-// Calls step(Number<n>, line) for all lines of the part: for kLines lines (of each row) together
-// where all are there to be read by vectors, which n = kLines says, else for one line.
+// Calls step(Number<n>, line) for all lines of the part. n = kLines: each row of threads takes kLines lines together,
+// all of which can be accessed by vectors. n = 1: each row of threads takes one line.
 template <int kLines, class F>
 __device__ __forceinline__ void ForLines(const Lines& lines, const Part& part, F&& step) {
   i64 line = part.begin;
@@ -145,8 +145,8 @@ class Channels {
     first_ = lines.Channel(column < lines.period ? column : column - lines.period, &inner_index_);
   }
 
-  // values[i][j] = arrays[i][channel of column j * stride], of the arrays that are there. All loads are under way
-  // before one is waited for: array after array took an eighth of the time of blocks that have few lines.
+  // values[i][j] = arrays[i][channel of column j * stride], for arrays that are not null. All loads are under way
+  // before the first one is waited for: loading array after array took an eighth of the time of blocks with few lines.
   template <int kN, class V>
   __device__ __forceinline__ void Load(const V* const (&arrays)[kN], A (&values)[kN][kCols], i64 stride = 1) const {
     constexpr int kWide = kVecSize<V>;
@@ -212,11 +212,12 @@ class Channels {
   i64 first_, inner_index_;  // of the first column
 };
 
-// What a thread knows of its columns: `kCount` numbers of each. Its own, but in shared memory: a register for each
-// would leave too few threads to keep the memory busy. Neighbouring threads have neighbouring vectors.
+// `kCount` numbers for each column of a thread. A thread reads its own numbers only, but they are in shared memory:
+// with a register for each number, too few threads would fit to keep the memory busy. Neighbouring threads have
+// neighbouring vectors.
 template <int kCount, int kWidth_ = kVecSize<A>>
 struct Constants {
-  static constexpr int kWidth = kWidth_, kParts = kCols / kWidth;  // columns that are read at once, and how often
+  static constexpr int kWidth = kWidth_, kParts = kCols / kWidth;  // columns per read, and number of reads
   Vec<A, kWidth> values[kCount][kParts][kThreads];
 
   __device__ __forceinline__ void Set(int which, const A (&of)[kCols]) {
@@ -242,7 +243,7 @@ struct Constants {
   }
 };
 
-// rstd from the variance that is there, and factor = rstd * scale from the scale.
+// Turns the variance in `rstd` into rstd, and the scale in `factor` into rstd * scale.
 DEVICE void SetFactor(A epsilon, A (&rstd)[kCols], A (&factor)[kCols]) {
 #pragma unroll
   for (int j = 0; j < kCols; ++j) {
@@ -277,7 +278,7 @@ struct Cells {
   __device__ __forceinline__ void Select(u32 bits) {
     if constexpr (sizeof(T) == 2) {
       auto pairs = BitsAs<Words<kCols / 2>>(*this);
-      const u32 apart = (bits & 0xff) * 0x8001;  // those of odd columns also 15 higher
+      const u32 apart = (bits & 0xff) * 0x8001;  // a copy that is 15 bits higher serves odd columns
 #pragma unroll
       for (int i = 0; i < kCols / 2; ++i) pairs.w[i] &= SignsOfHalves(apart << (15 - 2 * i));
       *this = BitsAs<Cells>(pairs);
@@ -305,7 +306,7 @@ struct Cells {
       StoreWords(p + i * kVecSize<T>, words[i]);
     }
   }
-  // The first `count` elements; the others are 0, or left alone.
+  // Access to the first `count` elements. LoadSome sets the others to 0, StoreSome leaves them alone.
   __device__ __forceinline__ void LoadSome(const T* p, int count) {
     Vec<T, kCols> values;
 #pragma unroll
@@ -321,17 +322,16 @@ struct Cells {
   }
 };
 
-// Lines of each of `kArrays` arrays that a thread reads before it looks at the first: 64 bytes or more are then
-// under way.
+// Lines that a thread reads of each of `kArrays` arrays before it uses the first: 64 bytes or more are then under way.
 template <int kArrays>
 constexpr int kBatch = 8 / (int)sizeof(T) / kArrays > 2 ? 8 / (int)sizeof(T) / kArrays : 2;
 
 // The lines that a thread works on in one step of ForLines.
 template <int kLines>
 struct Batch {
-  i64 at, stride;     // the first element, and from one line to the next
-  int count;          // elements of each line that are there
-  bool whole = true;  // by vectors
+  i64 at, stride;     // index of the first element; distance from one line to the next
+  int count;          // existing elements of each line
+  bool whole = true;  // lines are accessed by vectors
 
   __device__ __forceinline__ Batch(const Lines& lines, const Part& part, i64 line, bool active)
       : at((line + part.row) * lines.period + part.column), stride(lines.rows * lines.period) {
@@ -343,7 +343,7 @@ struct Batch {
     }
   }
 
-  // With an L2Policy, or without.
+  // `policy` is an L2Policy or nothing.
   template <class... Policy>
   __device__ __forceinline__ void Load(const T* p, Cells (&cells)[kLines], Policy... policy) const {
     if (whole) {
@@ -367,7 +367,7 @@ struct Batch {
     }
   }
 
-  // Brings the lines into the L2 cache, without registers to wait in.
+  // Brings the lines into the L2 cache, without holding registers for them.
   template <class... Array>
   __device__ __forceinline__ void Prefetch(const Array*... arrays) const {
     const auto prefetch = [&](const auto* p) {
@@ -385,21 +385,21 @@ struct Batch {
 
 enum Bits { kNoBits, kFlatBits, kRaggedBits };
 
-// What kernels are given of the bits.
+// The layout of the bits.
 struct BitsView {
   Rows rows;
   i64 line_bytes, group_bytes;  // of a line and of a group; both are whole rows
 };
 
-// The bits of a tile whose rows are not whole bytes. Each byte of a word is of another line.
+// Moves the bits of a tile whose rows are not whole bytes. Each byte of a word belongs to another line.
 class RaggedBits {
   using Word = u32;
 
  public:
   static constexpr int kMostLines = sizeof(Word);
 
-  // Of the columns of a thread each, in the tile and just behind it; or bytes of the mask. Every other call has its
-  // own, so that one barrier is enough.
+  // A word for the columns of each thread, in the tile and just behind it; or a word for each byte of the mask.
+  // Consecutive calls use different halves, so that one barrier is enough.
   struct Shared {
     Word words[2][kThreads * kCols / 2];
   };
@@ -451,7 +451,7 @@ class RaggedBits {
   Place place_;
 };
 
-// What moves the bits, if they are to be moved.
+// BitsMover is RaggedBits for ragged bits, else NoBitsMover.
 struct NoBitsMover {
   struct Shared {};
   __device__ __forceinline__ NoBitsMover(const BitsView&, const Lines&, const Part&, Shared&) {}
@@ -469,7 +469,7 @@ struct BitsMoverOf<kRaggedBits> {
 template <int kBits>
 using BitsMover = typename BitsMoverOf<kBits>::type;
 
-// Bit 8k + j is that of this thread's column j in the batch's line k.
+// Bit 8k + j of the result belongs to this thread's column j in line k of the batch.
 template <int kBits, int kLines, class M>
 __device__ __forceinline__ u32 LoadBits(const Batch<kLines>& batch, const BitsView& view, const Part& part, i64 line,
                                         int turn, const u8* bits, const M& mover) {
@@ -485,7 +485,7 @@ __device__ __forceinline__ u32 LoadBits(const Batch<kLines>& batch, const BitsVi
   }
 }
 
-// The same of flat bits, to the mask.
+// Stores the bits of a batch, in the order of LoadBits, to a flat mask.
 template <int kLines>
 __device__ __forceinline__ void StoreFlatBits(const Batch<kLines>& batch, u32 on, u8* bits) {
   if (batch.count == 0) return;
@@ -496,14 +496,14 @@ __device__ __forceinline__ void StoreFlatBits(const Batch<kLines>& batch, u32 on
   }
 }
 
-// ---- The mask of what counts ----
+// ---- The mask of elements that count ----
 
 // The mask's rows are (group, outer) with channels as columns if inner is 1, else (group, outer, channel) with inner as
 // columns. A line is a number of whole rows.
 constexpr int kMaskDims = 8;
 struct MaskView {
   const bool* data;
-  int ndim;   // of its rows, without dimensions that lie as one
+  int ndim;   // dimensions of the mask's rows, after merging
   bool wide;  // more rows than FastDiv divides
   FastDiv digit[kMaskDims];
   i64 size[kMaskDims], stride[kMaskDims], column_stride;
@@ -530,7 +530,7 @@ struct MaskView {
   }
 };
 
-// What counts of this thread's columns.
+// Which of this thread's columns count.
 class Counted {
  public:
   __device__ __forceinline__ Counted(const MaskView& view, const Part& part)
@@ -538,7 +538,7 @@ class Counted {
     row_ += view.first_row + part.group * view.group_rows;
   }
 
-  // Bit j is that of column j in a line, of which the first `count` columns are there.
+  // Bit j says whether column j counts in a line of which the first `count` columns exist.
   __device__ __forceinline__ u32 Line(i64 line, int count) const {
     if (count == 0) return 0;
     i64 row = row_ + line * view_.line_rows, col = col_, offset = view_.RowOffset(row);

@@ -30,11 +30,11 @@ from jaxnorm._rows.plan import Device
 READ_ALL, READ_MASKED, READ_KEEP_END = range(3)
 NEED_BIAS, NEED_BOTH, NEED_STORE = range(3)
 
-# Blocks of passes that write each element by itself, for each that runs at once: many short ones even out how fast
-# multiprocessors are, in which devices of one kind differ. Where bits are moved in the block, one H200 took 5 to 12 %
-# more with one or two waves, and another one did not.
+# Waves of blocks in passes that write each element by itself. Many short blocks even out differences in the speed of
+# multiprocessors, which vary among devices of one kind. Where bits are moved in the block, one H200 took 5 to 12 %
+# more with one or two waves, and another H200 did not.
 _ELEMENTWISE_WAVES = 10
-_REDUCE_BLOCKS = 3  # of a multiprocessor, at once
+_REDUCE_BLOCKS = 3  # blocks of a multiprocessor at once
 # A tile of a reduction has few channels, so that there are few partial results.
 _MAX_TILE_CHANNELS = 256
 _FINAL_THREADS, _FINAL_AT_ONCE = 128, 4
@@ -58,18 +58,18 @@ _FILES = ("bits", "batch_norm")
 
 
 def _tile_columns(call: Call) -> int:
-    """Columns of a tile at most, where bits are read.
+    """The most columns of a tile where bits are read.
 
-    With rows of one element there is a byte for each column, and half as many find room.
+    With rows of one element, each column has a byte of bits, and half as many columns find room.
     """
     return call.threads * COLUMNS // (2 if call.shape.last == 1 else 1)
 
 
 def _forward_columns(call: Call) -> int:
-    """Columns of a tile of `fwd` at most.
+    """The most columns of a tile of `fwd`.
 
-    With ragged bits there is a thread more, and so few columns that a thread moves one byte, if that leaves no more
-    than an eighth of the threads idle: a second round for some of them takes longer.
+    With ragged bits there is one thread more. There are so few columns that a thread moves one byte, if this leaves at
+    most an eighth of the threads idle: a second round for some threads takes longer.
     """
     threads, shape = call.threads, call.shape
     if call.bits != RAGGED_BITS:
@@ -149,7 +149,7 @@ def _dx(call: Call, each: list[Round], device: Device) -> Part | None:
 
 
 def _reduce_lines(call: Call, rows: bool) -> Lines:
-    """rows: whether a block may have several; not where bits are moved in the block."""
+    """The lines of a reduction. `rows`: a block may work on several at once (not where it moves bits)."""
     if not rows:
         return Lines.of(call.shape, _tile_columns(call))
     few = _MAX_TILE_CHANNELS * min(call.shape.inner, call.threads)
@@ -160,10 +160,10 @@ def _reduce_lines(call: Call, rows: bool) -> Lines:
 def _walk(lines: Lines, step: int, runs: int, spans: Spans) -> tuple[Spans, int, int]:
     """(spans, lines that are read by vectors, lines between runs).
 
-    Cuts what each block has into about `runs` runs of whole steps, or leaves it in one piece if some blocks would then
-    have much more than others.
+    Cuts the lines of each block into about `runs` runs of whole steps, or leaves them in one piece if some blocks would
+    then have many more lines than others.
     """
-    most_waste = 50  # 1 / 50 of what a block has
+    most_waste = 50  # 1 / 50 of the lines of a block
     steps = ceil_div(spans.span, step)
     run = ceil_div(steps, runs)
     waste = ceil_div(steps, run) * run - steps
@@ -215,20 +215,20 @@ def _final(call: Call, r: Round, lines: Lines, spans: Spans, other, results, dev
 
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
-    """What the two reductions differ in.
+    """The differences between the two reductions.
 
     Attributes:
       kernel: its name.
-      numbers: of a partial result.
+      numbers: how many a partial result has.
       batch: lines that a thread reads at once.
-      runs: in which a block reads its lines, at most.
+      runs: the most runs in which a block reads its lines.
       arrays: of elements.
       other: array that the last step reads.
       results: of the last step.
       partial: C++ type of a partial result.
-      kept: (lines) -> from which line on L2 is to keep what is read.
+      kept: (lines) -> the line from which on L2 keeps the lines that are read.
       view: (round, lines) -> the kernel's last argument.
-      view_type: its C++ type.
+      view_type: C++ type of this argument.
     """
 
     kernel: str
@@ -245,14 +245,14 @@ class _Reduction:
 
 
 def _reduce(call, each, device, lines, kind: _Reduction, room: int, scratch: int):
-    """(launches, structures, float32 elements of scratch) of a reduction; `room`: partial results at most."""
+    """(launches, structures, float32 elements of scratch) of a reduction. `room`: the most partial results."""
     shift = (math.gcd(lines.inner, COLUMNS)).bit_length() - 1
     run = min(lines.inner >> shift, 1 << 16)  # a tile has fewer than 2^16 entries
     repeat = min(lines.cols >> shift, 1 << 18)
     launches, words, arguments, last_arguments = [], 0, {}, {}
     for r in each:
         most = room // (r.groups * lines.tiles * lines.slots)
-        # Blocks that run at once and no more: each has partial results to merge and to write.
+        # No more blocks than run at once: each block has partial results to merge and to write.
         at_once = _REDUCE_BLOCKS * device.multiprocessors
         aligned = r.aligned(*kind.arrays)
         spans = Spans.of(lines, r.groups, at_once, 1, kind.batch, 1, aligned, most)
@@ -291,7 +291,7 @@ def _stats(call: Call, each: list[Round], device: Device, room: int, scratch: in
         read = READ_MASKED
     elif size < 8 and call.shape.groups == 1 and _kept_by_l2(device, lines.size * size):
         read = READ_KEEP_END
-    kept_part = 3  # L2 is to keep a third of what it holds; such loads are 4% slower
+    kept_part = 3  # L2 keeps a third of its size; such loads are 4% slower
 
     def kept(lines):
         left = lines.size - device.l2_bytes // kept_part // size
@@ -306,7 +306,7 @@ def _stats(call: Call, each: list[Round], device: Device, room: int, scratch: in
     kind = _Reduction(
         "batch_norm_stats",
         numbers=3,
-        batch=2 * call.batch(1),  # reading alone, twice as many bytes under way were faster
+        batch=2 * call.batch(1),  # a pass that only reads: more bytes under way were faster
         runs=16 if read == READ_KEEP_END else 1,  # 4 were 1% slower
         arrays=("x",),
         other="x",
@@ -335,7 +335,7 @@ def _sums(call: Call, each: list[Round], device: Device, room: int, scratch: int
     kind = _Reduction(
         "batch_norm_sums",
         numbers=2,
-        # Fewer bytes under way and more blocks were faster, but for ragged bits, of which all lines share a barrier.
+        # Fewer bytes under way and more blocks were faster, except with ragged bits, where lines share a barrier.
         batch=call.batch(1 if ragged else 2),
         runs=4 if _kept_by_l2(device, touched) else 1,
         arrays=("dy", "x", "dresidual"),
@@ -375,15 +375,15 @@ def plan(
     Args:
       operation: "stats", "fwd", "sums", "dx", "train" or "bwd".
       shapes: of operands by name, in the order of the call.
-      results: their shapes likewise.
+      results: shapes of results likewise.
       dtype: of elements.
-      device: that runs it.
+      device: the device that runs the call.
       axes: the features, neighbouring dimensions.
       groups: leading dimensions that vmap mapped.
-      epsilon: that of the variance.
+      epsilon: is added to the variance.
       replicas: devices that hold as many elements each.
-      relu: whether there is one.
-      partials: partial results of a reduction at most.
+      relu: whether the call has a ReLU.
+      partials: the most partial results of a reduction.
     """
     all_shapes = {n: tuple(s) for n, s in (*shapes.items(), *results.items())}
     whole = {n: (*s[:-1], 1) if n == "bits" else s for n, s in all_shapes.items()}
@@ -402,7 +402,7 @@ def plan(
 
 
 def _parts(operation, call: Call, buffers, device: Device, partials: int) -> list[Part] | None:
-    """None where a part has no plan."""
+    """The parts of a call; None where a part has no plan."""
     parts = _all_parts(operation, call, buffers, device, partials)
     found = [part for part in parts if part is not None]
     return found if len(found) == len(parts) else None
@@ -425,8 +425,8 @@ def _all_parts(operation, call: Call, buffers, device: Device, partials: int) ->
         return [held]
     if operation == "train":
         return [_stats(call, each, device, partials, scratch), _fwd(call, each, device)]
-    # The residual's cotangent is g: written by the first pass, it is what the second one reads, without bits. With
-    # ragged bits, for which the threads of a block wait for each other, the first pass has no time for that.
+    # The residual's cotangent is g. The first pass writes it, so that the second pass reads g and no bits. With ragged
+    # bits, for which the threads of a block wait for each other, the first pass has no time for this.
     first, second, second_buffers = call, call, buffers
     if call.bits == RAGGED_BITS:
         first = call.without("dresidual")

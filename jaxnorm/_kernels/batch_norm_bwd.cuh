@@ -2,12 +2,12 @@
 //
 // Bytes per element of b bytes: 3b, with the residual's cotangent 4b, and 1/8 for the bits.
 
-// Numbers of each channel. kSlope: rstd until it is known.
+// Numbers of each channel. kSlope holds rstd until the slope is known.
 enum : int { kMean, kFactor, kSlope, kOffset, kNumbers };
 
-constexpr int kFirstBits = 16;  // of a thread's cells, that are asked for before the cells
+constexpr int kFirstBits = 16;  // a thread's bytes of bits that are loaded before cells are copied
 
-// Of a channel. As it is loaded: arithmetic would wait for it.
+// Operands of a channel, as loaded: arithmetic would wait for the loads.
 struct Known {
   float mean, var, scale;
 };
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   const Resident block(plan, tile, shared_bytes);
   [[maybe_unused]] const u8* const bits = BWD_BITS == kNoBits ? nullptr : arrays.bits.Of<u8>(0);
   const auto load_bits = [&](u32 turn) { return bits[(block.at + turn * block.stride) / kCols]; };
-  // Before the copies: behind them they would come last.
+  // These loads come before the copies: behind the copies they would arrive last.
   Known known;
   if (threadIdx.x < plan.slots) known = LoadKnown(arrays, block.first_channel + threadIdx.x);
   [[maybe_unused]] u8 first_bits[kFirstBits];

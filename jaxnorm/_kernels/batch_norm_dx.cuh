@@ -1,10 +1,10 @@
 // batch_norm's last pass backward: dx, and the residual's cotangent.
 //
 // Bytes per element of b bytes, each moved once: 3b, with the residual's cotangent 4b, and 1/8 for the bits. The pass
-// before has read the same from front to back, so this one goes from back to front and finds the last of it in the L2
-// cache.
+// before reads the same arrays from front to back. This pass goes from back to front, and finds the end of the arrays
+// in the L2 cache.
 
-// `n`: elements of a channel, if they are not counted.
+// `n`: elements of a channel, if there is no array of counts.
 template <int kCount, int kWidth>
 __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Lines& lines, const Part& part, A epsilon,
                                              A n, Constants<kCount, kWidth>& constants) {
@@ -52,11 +52,12 @@ __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Li
   }
 }
 
-// Whether there are as many blocks as can be. With ragged bits, where the threads of a block wait for each other, that
-// saves 7 to 10%; so that registers suffice, constants are read two at a time. Without them it was 4% slower.
+// Whether a multiprocessor has three blocks instead of two. With ragged bits, where the threads of a block wait for
+// each other, three blocks save 7 to 10%. Constants are then read two at a time, so that registers suffice. Without
+// ragged bits three blocks were 4% slower.
 constexpr bool kCrowded = DX_BITS == kRaggedBits && DX_TERMS && !DX_MASKED && sizeof(T) < 8;
 
-// Of a multiprocessor, at once.
+// Blocks of a multiprocessor at once.
 constexpr int kDxBlocks = kCrowded ? 3 : 2;
 
 // DX_TERMS: x and the sums of backward are there, so that dx is more than g times a factor.

@@ -1,6 +1,6 @@
-// How the blocks of batch_norm's resident kernels exchange what they have found of the channels that they share.
+// How the blocks of batch_norm's resident kernels exchange their sums of the channels that they share.
 
-// Calls finish(slot, total) for each slot, by one thread each. total = combine(sums), by several lanes together, where
+// Calls finish(slot, total) by one thread for each slot. Several lanes together compute total = combine(sums), where
 // sums(term) adds up term(post, elements) over all posts of the channel.
 template <class Combine, class Finish>
 DEVICE void Exchange(const Resident& block, Combine combine, Finish finish) {
@@ -14,9 +14,9 @@ DEVICE void Exchange(const Resident& block, Combine combine, Finish finish) {
     Sums values[kChannelPosts] = {}, nothing;
     bool all;
     do {
-      all = threadIdx.x > 0 || plan.counter->TryRead(plan.tag, nothing);  // for Leave
-      // Only what this block may wait for: posts that another one reads are gone when that has read them. All loads are
-      // under way before the first one is looked at; those beyond the last post read it again.
+      all = threadIdx.x > 0 || plan.counter->TryRead(plan.tag, nothing);  // the counter is for Leave
+      // A block may wait only for posts that it has to read: a post that another block reads is cleared by that block.
+      // All loads are under way before the first one is used. Loads beyond the last post read the last post again.
       if (there) {
 #pragma unroll
         for (u32 i = 0; i < kChannelPosts; ++i) {
@@ -40,7 +40,7 @@ DEVICE void Exchange(const Resident& block, Combine combine, Finish finish) {
       return;
     }
     if (lane == 0) plan.totals[block.first_channel + slot].Write(total, plan.tag);
-    for (u32 k = lane; k < plan.Sharers(); k += 1u << plan.post_bits) posts[k].Clear();  // nobody else reads them
+    for (u32 k = lane; k < plan.Sharers(); k += 1u << plan.post_bits) posts[k].Clear();  // no other block reads it
   });
   __syncthreads();
   ForGroups(0, plan.slots, [&](u32 slot, u32, bool there) {
@@ -55,10 +55,11 @@ DEVICE void Exchange(const Resident& block, Combine combine, Finish finish) {
   __syncthreads();
 }
 
-// A graph is launched again with the same tag, so the last block to have read all that it needs removes the posts
-// that several have read. By thread 0, after Exchange: how many blocks did before.
+// Counts this block as one that has read all posts that it needs, and returns the counter's value before that. Thread 0
+// calls it, after Exchange. A graph is launched again with the same tag, so the last block to leave clears the posts
+// that several blocks read.
 DEVICE u64 Leave(const Resident& block) { return atomicAdd(&block.plan.counter->tag, 1ull); }
-// By all threads.
+// Clears the posts if this block was the last to leave. All threads call it.
 DEVICE void ClearAfterLast(const Resident& block, u64 left_before) {
   const ResidentPlan& plan = block.plan;
   if (!__syncthreads_or(threadIdx.x == 0 && left_before % kTagStep == gridDim.x - 1)) return;

@@ -1,10 +1,10 @@
-// The second launch of a reduction, which merges the partial results of a channel. `Partial` is what the first launch
-// left.
+// The second launch of a reduction, which merges the partial results of a channel. `Partial` is the type of a partial
+// result.
 
 constexpr int kFinalBits = 7, kFinalThreads = 1 << kFinalBits;
-constexpr int kFinalAtOnce = 4;  // partial results that a thread reads before it looks at the first
+constexpr int kFinalAtOnce = 4;  // partial results that a thread reads before it uses the first
 
-// In the order of its use, so that few lines of the constant cache are waited for.
+// Members are in the order of their use, so that few lines of the constant cache are waited for.
 struct FinalPlan {
   const void* partials;
   i64 channels, inner;
@@ -12,14 +12,15 @@ struct FinalPlan {
   int tile_bits, span_bits;
   u32 blocks, spans;       // of a group
   u32 slots, tiles, tile;  // as in Partials and Lines
-  bool one_tile;           // has all there is of a channel in a line
+  bool one_tile;           // one tile has all elements of a channel in a line
   GroupArray other;        // x, or var if dscale is wanted
   GroupArray results[3];   // mean, var, count; or dbias, dscale
 };
 
-// Latency and nothing else, to which instructions that are fetched for the first time contribute most. So the code is
-// short, and of the two ways to the partial results the one for channels last, which have many, has several loads of a
-// thread under way at once; the other has so many lanes that each finds about one.
+// All of the time is latency, and instructions that are fetched for the first time contribute most to it. So the code
+// is short. There are two ways to the partial results. With channels last, a channel has many partial results, and a
+// thread has several loads under way at once. Otherwise there are so many lanes that each lane finds about one partial
+// result.
 extern "C" __global__ void __launch_bounds__(kFinalThreads)
     jaxnorm_batch_norm_final(const __grid_constant__ FinalPlan plan, A epsilon, const __grid_constant__ Lines lines) {
   using P = Partial;
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kFinalThreads)
   const u32 width = 1u << width_bits, lane = threadIdx.x >> width_bits, group = blockIdx.x / plan.blocks;
   const i64 channel = i64{blockIdx.x - group * plan.blocks} * width + (threadIdx.x & (width - 1));
   const bool there = channel < plan.channels;
-  A other{};  // on its way with the partial results
+  A other{};  // loaded while the partial results are on their way
   if (lane == 0 && there && plan.other) {
     other = P::LoadOther(plan.other, group, channel, plan.inner);
   }
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kFinalThreads)
       merged = P::Merge(merged, found[0]);
     }
   } else if (there) {
-    // Lines that hold each channel once have it in neighbouring tiles, which wrap around for no channel.
+    // If a line holds each channel once, a channel's tiles are neighbours, and no channel wraps around.
     const bool once = lines.period == lines.cols;
     const int first = once ? lines.TileOf(channel * lines.inner) : 0;
     const int end = once ? lines.TileOf((channel + 1) * lines.inner - 1) + 1 : lines.tiles;
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kFinalThreads)
       }
     }
   }
-  // The lanes of a channel: those of a warp, then the warps.
+  // Merges the lanes of a channel: first the lanes of a warp, then the warps.
 #pragma unroll 1
   for (u32 distance = width; distance < kWarp; distance *= 2) {
     merged = P::Merge(merged, ShuffleXor(merged, distance));

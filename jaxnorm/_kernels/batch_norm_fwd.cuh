@@ -1,13 +1,14 @@
 // batch_norm's second pass: the normalised result with its residual, its ReLU and the ReLU's bits.
 //
-// Bytes per element of b bytes, each moved once: 2b, with a residual 3b, and 1/8 for the bits. The pass before has read
-// x from front to back, so this one goes from back to front and finds the last of it in the L2 cache.
+// Bytes per element of b bytes, each moved once: 2b, with a residual 3b, and 1/8 for the bits. The pass before reads x
+// from front to back. This pass goes from back to front, and finds the end of x in the L2 cache.
 
-// Lines of one step. With ragged bits as many as a word has bits of: threads wait for each other once for all of them.
+// Lines of one step. With ragged bits, a step has as many lines as a word has room for: threads wait once for all of
+// them.
 constexpr int kFwdLines = kBatch<1 + FWD_RESIDUAL>;
 constexpr int kFwdStep = FWD_BITS == kRaggedBits ? RaggedBits::kMostLines : kFwdLines;
 
-// Of a multiprocessor, at once.
+// Blocks of a multiprocessor at once.
 constexpr int kFwdBlocks = sizeof(T) == 2 ? 3 : 2;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kFwdBlocks)
@@ -18,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   const T* residual = FWD_RESIDUAL ? arrays.residual.Of<T>(part.group) : nullptr;
   T* y = arrays.y.Of<T>(part.group);
   u8* bits = FWD_BITS == kNoBits ? nullptr : arrays.bits.Of<u8>(part.group);
-  // With ragged bits, the thread after the tile finds those of the next 8 columns. (No byte reaches into the next
-  // line.)
+  // With ragged bits, the thread behind the tile computes the bits of the next 8 columns. (No byte reaches into the
+  // next line.)
   const bool beyond = FWD_BITS == kRaggedBits && part.place == part.width && part.tile + 1 < lines.tiles;
   const bool reads = part.active || beyond;
   Batch<kFwdLines>(lines, part, part.begin, reads && part.begin < part.full).Prefetch(x, residual);

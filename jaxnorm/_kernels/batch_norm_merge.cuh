@@ -1,10 +1,10 @@
-// How a block of batch_norm's resident kernels merges what its threads have found of each channel.
+// How a block of batch_norm's resident kernels merges its threads' sums of each channel.
 
-// Of a thread's 2 * kCols sums of neighbouring channels each plane has 4 (MergePlanes).
+// A plane has 4 of a thread's 2 * kCols sums of neighbouring channels (MergePlanes).
 constexpr int kPlaneNumbers = 4, kPlanes = 2 * kCols / kPlaneNumbers;
 
-// f(slot, lane, whether there is such a slot), by 2^bits lanes for each of `count` slots. Not by warps that have none:
-// their instructions would take turns with those of the others.
+// Calls f(slot, lane, whether there is such a slot) by 2^bits lanes for each of `count` slots. Warps without a slot do
+// not call f: their instructions would take turns with the instructions of the other warps.
 template <class F>
 DEVICE void ForGroups(u32 bits, u32 count, F f) {
   const u32 lane = threadIdx.x % kWarp;
@@ -15,7 +15,7 @@ DEVICE void ForGroups(u32 bits, u32 count, F f) {
   }
 }
 
-// Calls write(slot, sums) by one thread for each slot, with what 2^lane_bits lanes have of it: add(slot, lane).
+// Calls write(slot, sums) by one thread for each slot. `sums` is the total of add(slot, lane) over 2^lane_bits lanes.
 template <class F, class Add>
 DEVICE void MergeLanes(const Resident& block, F write, Add add) {
   const ResidentPlan& plan = block.plan;
@@ -25,7 +25,7 @@ DEVICE void MergeLanes(const Resident& block, F write, Add add) {
   });
 }
 
-// Where the columns of a thread are of one channel.
+// Merge where the columns of a thread are of one channel.
 template <class F>
 DEVICE void MergeAlike(const Resident& block, Sums sums, F write) {
   const ResidentPlan& plan = block.plan;
@@ -53,13 +53,12 @@ DEVICE void MergeAlike(const Resident& block, Sums sums, F write) {
   }
 }
 
-// Where they are of neighbouring channels, backward.
+// Merge where the columns of a thread are of neighbouring channels, backward.
 template <class F>
 DEVICE void MergeColumns(const Resident& block, const ColumnNumbers& first, const ColumnNumbers& second, F write) {
   const ResidentPlan& plan = block.plan;
   const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, row_threads = plan.by_row_threads.divisor;
-  // Lanes that have the same columns halve them, as long as they have several. So those of a warp have each column
-  // once.
+  // Lanes with the same columns halve their columns, as long as a lane has several. A warp then has each column once.
   Sums columns[kCols];
 #pragma unroll
   for (int j = 0; j < kCols; ++j) columns[j] = {first[j], second[j]};
@@ -79,7 +78,7 @@ DEVICE void MergeColumns(const Resident& block, const ColumnNumbers& first, cons
     offset /= 2;
   }
   for (; offset >= row_threads && offset > 0; offset /= 2) columns[0] += ShuffleXor(columns[0], offset);
-  // Of each slot there is an entry for each warp, or each row, if a row has several warps.
+  // A slot has an entry for each warp, or for each row of threads if a row has several warps.
   const u32 entry = row_threads < kWarp ? warp : threadIdx.x / row_threads;
 #pragma unroll
   for (int j = 0; j < kCols; ++j) {
@@ -94,13 +93,14 @@ DEVICE void MergeColumns(const Resident& block, const ColumnNumbers& first, cons
   });
 }
 
-// The same forward, with fewer instructions, all of which the launch fetches for the first time: by way of shared
-// memory, for which backward has no room. (With half as much room it takes no less time than shuffles.) First the
-// numbers of a plane are added up to `fold` sums, of some lines' columns, then those to one of each column.
+// Merge where the columns of a thread are of neighbouring channels, forward. It goes through shared memory, for which
+// backward has no room, and so has fewer instructions, all of which the launch fetches for the first time. (With half
+// the room it takes no less time than shuffles.) The numbers of a plane are first added up to `fold` sums, which belong
+// to columns of some lines, and then to one sum for each column.
 template <class F>
 DEVICE void MergePlanes(const Resident& block, const ColumnNumbers& first, const ColumnNumbers& second, F write) {
   const ResidentPlan& plan = block.plan;
-  const u32 fold = plan.by_fold.divisor, numbers = kPlaneNumbers * blockDim.x;  // of a plane
+  const u32 fold = plan.by_fold.divisor, numbers = kPlaneNumbers * blockDim.x;  // numbers of a plane
   float4* const planes = reinterpret_cast<float4*>(block.entries);
   float* const folded = reinterpret_cast<float*>(planes + kPlanes * blockDim.x);
 #pragma unroll
@@ -114,7 +114,7 @@ DEVICE void MergePlanes(const Resident& block, const ColumnNumbers& first, const
   for (u32 i = threadIdx.x; i < kPlanes * fold; i += blockDim.x) {
     u32 at;
     const float* const plane = reinterpret_cast<const float*>(planes + plan.by_fold.DivMod(i, &at) * blockDim.x);
-    float values[kPlaneNumbers * kPlanes];  // as many as are `fold` apart, or more
+    float values[kPlaneNumbers * kPlanes];  // room for all numbers that are `fold` apart
 #pragma unroll
     for (int k = 0; k < kPlaneNumbers * kPlanes; ++k, at += fold) values[k] = at < numbers ? plane[at] : 0;
     folded[i] = TreeSum(values);

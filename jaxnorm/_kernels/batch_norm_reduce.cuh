@@ -1,22 +1,23 @@
-// What the reductions of batch_norm share: the statistics of x (batch_norm_stats.cuh) and the sums of backward
+// Shared by the reductions of batch_norm: the statistics of x (batch_norm_stats.cuh) and the sums of backward
 // (batch_norm_sums.cuh).
 //
-// A thread reduces each of its columns; a block then merges those of a channel and writes one partial result for each
-// channel it has seen; a second, small launch merges the partials. Nothing depends on the order in which blocks run.
+// A thread reduces each of its columns. A block then merges the columns of each channel, and writes one partial result
+// for each channel of its tile. A second, small launch merges the partial results. Nothing depends on the order in
+// which blocks run.
 
 // ---- What is reduced ----
 
 // Count, mean, and the sum of squared distances from the mean (Chan, Golub and LeVeque 1979, "Updating formulae and a
 // pairwise algorithm for computing sample variances"). Means are distances from the channel's first element, so that
-// what their rounding loses is small however far from 0 the values lie.
+// their rounding errors are small however far from 0 the values lie.
 struct Moments {
   A count = 0, mean = 0, m2 = 0;
 
-  // What StoreChannel needs beside the partial results: the channel's first element.
+  // The operand of StoreChannel besides the partial results: the channel's first element.
   static __device__ __forceinline__ A LoadOther(const GroupArray& x, u32 group, i64 channel, i64 inner) {
     return ToAcc(x.Of<T>(group)[channel * inner]);
   }
-  // Mean, var and, if there is an array for it, count.
+  // Stores mean, var and, if there is an array for it, count.
   __device__ __forceinline__ void StoreChannel(const GroupArray (&results)[3], u32 group, i64 channel, A first,
                                                A) const {
     const A nan = __int_as_float(0x7fffffff);
@@ -37,11 +38,11 @@ struct Moments {
 struct Totals {
   A g = 0, gx = 0;  // sums of g, and of g * (x - mean)
 
-  // The variance.
+  // The operand of StoreChannel besides the partial results: the variance.
   static __device__ __forceinline__ A LoadOther(const GroupArray& var, u32 group, i64 channel, i64) {
     return var.Of<A>(group)[channel];
   }
-  // Those of dbias and dscale for which there is an array.
+  // Stores dbias and dscale, if there are arrays for them.
   __device__ __forceinline__ void StoreChannel(const GroupArray (&results)[3], u32 group, i64 channel, A var,
                                                A epsilon) const {
     if (results[0]) results[0].Of<A>(group)[channel] = g;
@@ -51,7 +52,7 @@ struct Totals {
   static __device__ __forceinline__ Totals Merge(const Totals& a, const Totals& b) { return {a.g + b.g, a.gx + b.gx}; }
 };
 
-constexpr int kReduceBlocks = 3;  // of a multiprocessor, at once
+constexpr int kReduceBlocks = 3;  // blocks of a multiprocessor at once
 
 // ---- From columns to channels ----
 
@@ -60,13 +61,13 @@ constexpr int kColBits = 3;  // kCols is 2^kColBits
 template <class P>
 struct Partials {
   P* data;
-  int slots;        // room for each block
+  int slots;        // the most partial results of a block
   int lanes;        // threads, of one warp, that merge a channel of a tile
-  int shift;        // 2^shift columns, from a multiple of it on, are of one channel in any case: one entry
-  int run, repeat;  // entries of a channel that are neighbours, and from one such run to the next; or more than a tile
+  int shift;        // 2^shift columns, from a multiple of 2^shift on, are of one channel: one entry
+  int run, repeat;  // neighbouring entries of a channel; distance to the next ones, or more than a tile
 };
 
-// What the columns of a tile come to, in shared memory: one entry for each 2^shift of them in each row.
+// The results of a tile's columns in shared memory: one entry for each 2^shift columns in each row of threads.
 template <class P>
 class Entries {
  public:
@@ -80,8 +81,8 @@ class Entries {
     }
   }
 
-  // Merges the columns of each channel of the tile, and writes what this block has of it. Slot q of its partials is
-  // that of channel (first + q) % channels, where `first` is the channel of the tile's first column.
+  // Merges the columns of each channel of the tile, and writes the block's partial results. Slot q of them is for
+  // channel (first + q) % channels, where `first` is the channel of the tile's first column.
   __device__ __forceinline__ void Merge(const Lines& lines, const Part& part, const Partials<P>& partials) const {
     i64 inner_index;
     lines.Channel(i64{part.tile} * lines.tile, &inner_index);
@@ -123,23 +124,23 @@ class Entries {
     for (int j = 0; j < kCols; j += 2 * kDistance) columns[j] = P::Merge(columns[j], columns[j + kDistance]);
   }
 
-  // Words of neighbouring columns, which are 8 of a thread and 4 threads of 8, fall into different banks.
+  // Words of 32 neighbouring columns, 8 for each of 4 threads, fall into different banks.
   static constexpr int kStride = kThreads + 4;
   P values_[kCols * kStride];
 };
 
 // ---- How blocks go down the lines ----
 
-// A block has its lines in runs, and between two of them are those of the other blocks of its tile. So all blocks
-// together walk through memory from front to back, and what they read last is where the next pass begins, in the L2
-// cache.
+// A block's lines come in runs. Between two runs of a block lie runs of the other blocks of its tile, so that all
+// blocks together walk through memory from front to back. The lines that they read last are in the L2 cache when the
+// next pass begins with them.
 struct Walk {
   i64 full;  // lines that are read by vectors
-  i64 gap;   // lines between runs, which have spans.span
-  i64 kept;  // L2 is to keep what is read from this line on, and to drop what came before
+  i64 gap;   // lines between runs of a block; a run has spans.span lines
+  i64 kept;  // L2 keeps lines from this line on, and drops the lines before it
 };
 
-// Calls step(Number<n>, line) for the block's lines, n at a time as ForLines does.
+// Calls step(Number<n>, line) for the block's lines, n at a time as in ForLines.
 template <int kLines, class F>
 __device__ __forceinline__ void ForRuns(const Lines& lines, const Spans& spans, const Walk& walk, Part& part,
                                         F&& step) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void ForRuns(const Lines& lines, const Spans& spans, 
       end = line + spans.span;
     }
   }
-  // Fewer than that many are left, or all of them if they are not read by vectors; then there is one run.
+  // Fewer than `batch` lines are left, or all lines if none is read by vectors; then the block has one run.
   part.end = min(end, lines.lines);
   part.full = walk.full;
   for (; line < part.end; line += lines.rows) step(Number<1>(), line);

@@ -1,33 +1,32 @@
-// batch_norm of arrays that the device can hold on chip, in one launch: what its two kernels share, forward
+// batch_norm in one launch, of arrays that the device can hold on chip. Shared by its two kernels, forward
 // (batch_norm_train.cuh) and backward (batch_norm_bwd.cuh).
 //
-// A block has the same elements from beginning to end. It copies them to shared memory, reduces them as they come, and
-// posts what it has found of each channel for the blocks that share the channel; when it has read their posts, it goes
-// over its elements again. So each element is read once, and there is no launch to wait for.
+// A block has the same elements from beginning to end. It copies them to shared memory, reduces them as they arrive,
+// and posts its sums of each channel for the blocks that share the channel. When it has read the posts of these blocks,
+// it goes over its elements again. So each element is read from global memory once, and there is no launch to wait for.
 //
-// Such a launch is short: instructions that are fetched for the first time are a large part of it, as in the last step
-// of a reduction. So there are two layouts of their own and none for the rest, everything fits 32 bits, and what is
-// done twice is the same code.
+// Such a launch is short, and a large part of its time is spent on fetching instructions for the first time. So there
+// is code for two layouts only, all numbers fit 32 bits, and work that is done twice uses the same code.
 //
-// RESIDENT_ARRAYS: how many arrays are held. RESIDENT_ALIKE: the columns of a thread are of one channel, or else of
-// neighbouring ones.
+// RESIDENT_ARRAYS: the number of arrays in shared memory. RESIDENT_ALIKE: all columns of a thread are of one channel;
+// otherwise they are of neighbouring channels.
 
 constexpr bool kAlike = RESIDENT_ALIKE;
 constexpr int kResidentThreads = 512;
 constexpr int kHeaderBytes = 128;  // of shared memory, for barriers
-constexpr int kCopyGroups = 7;     // what comes first is looked at while the rest is on its way
-constexpr int kChannelPosts = 5;   // that a lane reads at once: with 9, channels first took 2 % longer
+constexpr int kCopyGroups = 7;     // the first group is reduced while the other groups are on their way
+constexpr int kChannelPosts = 5;   // posts that a lane reads at once: with 9, channels first took 2 % longer
 
 // Where the groups of copies end, in lines or in turns. (No block has shared memory for 2^16 of these.)
 struct CopyGroups {
-  u16 first, each;  // in the first group, and in each other one
+  u16 first, each;  // lines or turns of the first group, and of each other group
 
-  // Of `count` in all.
+  // The end of a group, of `count` lines or turns in all.
   __device__ __forceinline__ u32 End(u32 group, u32 count) const { return min(u32{first} + group * each, count); }
 };
 
-// Division of numbers of blocks, in one number less than FastDiv: what comes before the copies is in one line of the
-// constant cache so. Exact, as there are fewer than 2^9 blocks.
+// Division of numbers of blocks. It has one number less than FastDiv, so that all members that are read before the
+// copies lie in one line of the constant cache. Exact, as there are fewer than 2^9 blocks.
 struct BlockDiv {
   u32 divisor, multiplier;
   __device__ __forceinline__ u32 DivMod(u32 n, u32* remainder) const {
@@ -37,41 +36,41 @@ struct BlockDiv {
   }
 };
 
-// An array is `lines` lines of cols = channels * inner elements. A block has `span` of them (the last ones may have
-// fewer), and of each a tile: whole channels, or a part of one. Blocks that share channels are neighbours.
+// An array is `lines` lines of cols = channels * inner elements. A block has `span` lines (the last blocks may have
+// fewer), and a tile of each line: whole channels, or a part of one. Blocks that share channels are neighbours.
 struct ResidentPlan {
-  // What comes before the copies.
+  // Read before the copies.
   u32 cols, lines;
   u32 span;             // lines of a block
   u32 tile;             // columns of a block
-  BlockDiv by_sharers;  // blocks that share a channel: sharer i has lines i / parts * span and following
-  BlockDiv by_parts;    // tiles of a channel, or 1
+  BlockDiv by_sharers;  // by the blocks that share a channel: sharer i has lines i / parts * span and following
+  BlockDiv by_parts;    // by the tiles of a channel, or by 1
   CopyGroups line_groups;
   u32 cells;              // where elements begin in shared memory, behind the numbers of each slot
-  const void* arrays[2];  // that are copied
-  // What comes later.
-  u32 numbers;  // where those begin, behind the entries
+  const void* arrays[2];  // arrays to copy
+  // Read later.
+  u32 numbers;  // where the numbers of each slot begin, behind the entries
   u32 slots;    // channels of a tile
   u32 rows;     // lines that a block works on at once
   CopyGroups turn_groups;
   FastDiv by_row_threads, by_rows, by_own_entries;
-  FastDiv by_fold;       // sums that the numbers of a plane are first added up to (MergePlanes)
-  u32 kept_turns;        // whose bits there is room for where entries were (KeepBits)
+  FastDiv by_fold;       // by the sums that MergePlanes first adds up the numbers of a plane to
+  u32 kept_turns;        // turns whose bits fit where entries were (KeepBits)
   u32 bit_word;          // bytes that WriteBits writes at once: 4, or 1
-  FastDiv by_bit_words;  // such words that lie one after the other
-  // Of a slot: in each row, one for each thread that has columns of it; or if columns are not alike, altogether
-  // (backward).
+  FastDiv by_bit_words;  // by the number of such words that lie one after the other
+  // Entries of a slot: in each row, one for each thread that has columns of the slot; if columns are not alike, in all
+  // rows together (backward).
   u32 own_entries;
   u32 lane_bits;                  // 2^lane_bits lanes of a warp merge a channel's entries
-  u32 post_bits;                  // and 2^post_bits its posts
-  bool relayed;                   // each block reads the posts of some channels only, and posts what they come to
-  u32 read_slots;                 // how many those are at most; else all
+  u32 post_bits;                  // 2^post_bits lanes of a warp read a channel's posts
+  bool relayed;                   // each block reads the posts of some channels only, and posts their totals
+  u32 read_slots;                 // the most channels whose posts a block reads, if relayed; else all
   u32 whole;                      // sharers that have `span` lines
-  float elements, last_elements;  // of a channel, that one of those has, and one of the others
+  float elements, last_elements;  // elements of a channel in a sharer with `span` lines; in another sharer
   float inverse_count;            // 1 / the number of a channel's elements
   Post* posts;
   Post* totals;   // of each channel, if relayed
-  Post* counter;  // of blocks that have read all that they need
+  Post* counter;  // counts blocks that have read all posts that they need
   u64 tag;
 
   __device__ __forceinline__ u32 Sharers() const { return by_sharers.divisor; }
@@ -84,7 +83,8 @@ struct ColumnNumbers {
   __device__ __forceinline__ float& operator[](int j) { return of[kAlike ? 0 : j]; }
   __device__ __forceinline__ float operator[](int j) const { return of[kAlike ? 0 : j]; }
 
-  // Of sums of each column. (Each by itself, they lose less, and wait less for each other.)
+  // The sums of the columns. (Columns are summed separately: fewer bits are lost, and additions wait less for each
+  // other.)
   static __device__ __forceinline__ ColumnNumbers Sum(const float (&columns)[kCols]) {
     ColumnNumbers numbers;
     if constexpr (kAlike) {
@@ -97,12 +97,12 @@ struct ColumnNumbers {
   }
 };
 
-// What a block has: lines, and of each a tile.
+// The part of a block: lines, and a tile of each line.
 struct ResidentTile {
-  u32 owner;         // of the blocks that share channels
-  u32 sharer;        // this block, among those
+  u32 owner;         // number of the group of blocks that share channels
+  u32 sharer;        // number of this block in its group
   u32 lines, begin;  // its lines, and its first element
-  u64* copied;       // barriers of the groups
+  u64* copied;       // barriers of the groups of copies
 
   __device__ __forceinline__ ResidentTile(const ResidentPlan& plan, uint4* shared) : copied((u64*)shared) {
     u32 part;
@@ -112,9 +112,9 @@ struct ResidentTile {
     begin = line * plan.cols + (owner * plan.by_parts.divisor + part) * plan.tile;
   }
 
-  // Asks for all elements: by one thread, for whole lines or tiles at a time. A thread that copied its own would wait
-  // until the last copy is under way, instead of looking at the first. To be followed by __syncthreads, before which no
-  // thread waits for a group. So barriers are prepared one by one, and the first copy waits for one of them.
+  // Starts the copies of all elements, by one thread, for whole lines or tiles at a time. A thread that copied its own
+  // elements would have to start its last copy before it could use the first. __syncthreads must follow before any
+  // thread waits for a group. Barriers are prepared one by one, so that the first copy waits for one of them only.
   __device__ __forceinline__ void Copy(const ResidentPlan& plan, uint4* shared) const {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x != 0) return;
@@ -145,19 +145,19 @@ struct ResidentTile {
   }
 };
 
-// This thread's cells of a tile, of the arrays in shared memory, and what the block knows of its channels.
+// This thread's cells of the tile in shared memory, and the block's numbers of its channels.
 struct Resident {
   const ResidentPlan& plan;
-  u32 at, stride;  // the thread's first element, and from one of its lines to the next
-  u32 turns;       // how many it has
-  u32 sharer;      // this block, of those that share its channels
+  u32 at, stride;  // the thread's first element; distance from one of its lines to the next
+  u32 turns;       // number of the thread's lines
+  u32 sharer;      // number of this block among the blocks that share its channels
   u32 first_channel;
   u32 held;              // elements of a channel that the block has
   const T* first_cells;  // the elements of array 0
   float* numbers;
   Sums* entries;
-  u64* copied;   // barriers of the groups
-  u32 own_slot;  // of the thread's first column
+  u64* copied;   // barriers of the groups of copies
+  u32 own_slot;  // slot of the thread's first column
 
   __device__ __forceinline__ Resident(const ResidentPlan& plan, const ResidentTile& tile, uint4* shared)
       : plan(plan), sharer(tile.sharer), copied(tile.copied) {
@@ -180,18 +180,18 @@ struct Resident {
 
   // ---- Cells ----
 
-  // Turns that have been copied when it returns: those of groups up to this one.
+  // Waits for a group, and returns the end of the turns that have then been copied.
   __device__ __forceinline__ u32 WaitForGroup(int group) const {
     barrier_wait(&copied[group], 0);
     __syncwarp();
     return plan.turn_groups.End(group, turns);
   }
 
-  // The block's first element of a slot, in array 0, when the first group is there; 0 if it is not finite.
+  // The block's first element of a slot in array 0, or 0 if it is not finite. The first group must have been copied.
   __device__ __forceinline__ float First(u32 slot) const {
     return Origin(ToAcc(first_cells[kAlike ? slot * plan.own_entries * kCols : slot]));
   }
-  // Those of this thread's columns.
+  // First of the slot of each of this thread's columns.
   __device__ __forceinline__ ColumnNumbers Firsts() const {
     ColumnNumbers numbers;
 #pragma unroll
@@ -223,7 +223,7 @@ struct Resident {
     return numbers[i * ((plan.slots + 3) / 4 * 4) + slot];
   }
 
-  // Of this thread's columns.
+  // Number i of the slot of each of this thread's columns.
   __device__ __forceinline__ ColumnNumbers Numbers(int i) const {
     ColumnNumbers of_columns;
     const float* const from = &Number(i, own_slot);
@@ -248,20 +248,21 @@ struct Resident {
     return (own_ + array * array_bytes_) + turn * turn_bytes_;
   }
 
-  // In shared memory: of the block, and of the thread; from one array, or turn, to the next.
+  // Addresses in shared memory: the cells of the block, and of the thread. Distances: from one array, and from one
+  // turn, to the next.
   u32 cells_, own_, array_bytes_, turn_bytes_;
 };
 
 // ---- Bits ----
 
-// Keeps a byte of bits where entries were, for WriteBits: of the turn-th of the turns that it writes together.
+// Keeps a byte of bits for WriteBits, where entries were. `turn` counts the turns that WriteBits writes together.
 DEVICE void KeepBits(const Resident& block, u32 turn, u32 byte) {
   const ResidentPlan& plan = block.plan;
   StoreSharedByte(SharedAddress(block.entries) + turn * (plan.rows * plan.by_row_threads.divisor) + threadIdx.x, byte);
 }
 
-// Writes what all threads have kept of plan.kept_turns turns, from `first` on. Stores of single bytes take as many
-// requests to the L2 as a quarter of those for y.
+// Writes the bits that all threads have kept of plan.kept_turns turns, from `first` on. Stores of single bytes would
+// take a quarter as many requests to L2 as the stores of y.
 DEVICE void WriteBits(const Resident& block, const ResidentTile& tile, u32 first, u8* bits) {
   const ResidentPlan& plan = block.plan;
   const u32 first_line = first * plan.rows, lines = min(plan.kept_turns * plan.rows, tile.lines - first_line);
@@ -284,7 +285,7 @@ DEVICE void WriteBits(const Resident& block, const ResidentTile& tile, u32 first
 
 // ---- Turns ----
 
-// f(Number<n>, turn) for all turns from `turn` to `end`: n = kAtOnce of them together, or 1.
+// Calls f(Number<n>, turn) for all turns in [turn, end): n = kAtOnce turns together, then n = 1.
 template <int kAtOnce, class F>
 __device__ __forceinline__ void ForTurns(u32 turn, u32 end, F f) {
 #pragma unroll 1

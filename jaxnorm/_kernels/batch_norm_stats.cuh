@@ -1,10 +1,10 @@
-// The statistics of x for batch_norm: b bytes of each element of b bytes.
+// The statistics of x for batch_norm. They read b bytes of each element of b bytes.
 
-// Reading alone, twice as many bytes under way were faster.
+// In a pass that only reads, twice as many bytes under way were faster.
 constexpr int kStatsBatch = 2 * kBatch<1>;
 
-// How the statistics read x: all of it, with a mask, or so that L2 keeps the end of it, a third of what it holds. Such
-// loads are 4% slower, which is more than the next pass saves where x is large.
+// How the statistics read x: without a mask, with a mask, or so that L2 keeps the end of x, a third of L2's size. Loads
+// of the last kind are 4% slower, which is more than the next pass saves where x is large.
 enum { kReadAll, kReadMasked, kReadKeepEnd };  // STATS_READ
 using Partial = Moments;
 
@@ -45,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, STATS_READ == kReadMasked
       }
     }
   } else {
-    // Sums of distances, and of their squares, from a centre: the mean of two elements. In one thread there are too
-    // few elements for much of them to cancel, even where those two lie far from all others.
+    // Sums of distances from a centre, the mean of two elements, and sums of their squares. A thread has too few
+    // elements for much cancellation, even where these two elements lie far from all others.
     A centre[kCols] = {}, sum[kCols] = {}, square[kCols] = {};
     int n = 0;
-    u32 short_of = 0;  // columns that the last line does not have
+    u32 short_of = 0;  // columns that are missing in the last line
     ForRuns<kStatsBatch>(lines, spans, walk, part, [&](auto k_lines, i64 line) {
       const Batch<k_lines> batch(lines, part, line, part.active);
       Cells cells[k_lines];

@@ -1,16 +1,16 @@
-// The sums of batch_norm's backward: 2b + 1/8 bytes of each element of b bytes, with the ReLU's bits and x.
+// The sums of batch_norm's backward. With the ReLU's bits and x, they read 2b + 1/8 bytes of each element of b bytes.
 //
-// Where dx follows in the same call and the residual has a cotangent, that is g, and written here: the next pass then
-// reads no bits.
+// Where dx follows in the same call and the residual has a cotangent, this kernel writes the cotangent, which is g. The
+// next pass then reads no bits.
 
 enum {         // SUMS_NEED
   kNeedBias,   // the sum of g
-  kNeedBoth,   // and that of g * (x - mean), for which x is read
+  kNeedBoth,   // and the sum of g * (x - mean), for which x is read
   kNeedStore,  // and g itself, as dresidual
 };
 using Partial = Totals;
 
-// Fewer bytes under way and more blocks were faster, but for ragged bits, of which all lines of a batch share a
+// Fewer bytes under way and more blocks were faster, except with ragged bits, where all lines of a batch share a
 // barrier.
 constexpr int kSumsBatch = SUMS_BITS == kRaggedBits ? kBatch<1> : kBatch<2>;
 

@@ -2,11 +2,11 @@
 //
 // Bytes per element of b bytes: 2b, with a residual 3b, and 1/8 for the bits.
 
-// Numbers of each channel. kCentre: what squares are taken from, about the mean of what the block has. kOrigin: what
-// all blocks take means from, the channel's first element.
+// Numbers of each channel. kCentre: the centre of squared distances, about the mean of the block's elements. kOrigin:
+// the origin of all blocks' means, the channel's first element.
 enum : int { kCentre, kMean, kFactor, kBias, kOrigin, kNumbers };
 
-// Of a channel. As it is loaded: arithmetic would wait for it.
+// Operands of a channel, as loaded: arithmetic would wait for the loads.
 struct Known {
   T first;
   float scale, bias;
@@ -17,7 +17,7 @@ DEVICE Known LoadKnown(const GroupArrays& arrays, u32 inner, u32 channel) {
           arrays.bias ? arrays.bias.Of<float>(0)[channel] : 0};
 }
 
-// The second look at the block's elements, which writes y and its bits.
+// The second pass over the block's elements, which writes y and its bits.
 DEVICE void WriteResults(const Resident& block, const ResidentTile& tile, const GroupArrays& arrays, const T* residual,
                          bool relu) {
   const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
@@ -50,7 +50,7 @@ DEVICE void WriteResults(const Resident& block, const ResidentTile& tile, const 
   if constexpr (TRAIN_BITS == kNoBits) {
     write(0, block.turns);
   } else {
-    // At once, but for arrays that leave little room beside them.
+    // All bits are written at once, unless the arrays leave too little room for them.
 #pragma unroll 1
     for (u32 first = 0; first * block.plan.rows < tile.lines; first += block.plan.kept_turns) {
       if (first > 0) __syncthreads();
@@ -68,13 +68,13 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   const ResidentTile tile(plan, shared_bytes);
   tile.Copy(plan, shared_bytes);
   const Resident block(plan, tile, shared_bytes);
-  // What the channels are given comes behind the copies, so it is looked at last.
+  // The loads of the channels' operands are behind the copies, so their results are used last.
   const auto keep = [&](u32 slot, const Known& known) {
     block.Number(kOrigin, slot) = Origin(ToAcc(known.first));
     block.Number(kFactor, slot) = known.scale;
     block.Number(kBias, slot) = known.bias;
   };
-  const u32 own_slot = (threadIdx.x < kWarp ? blockDim.x : 0) + threadIdx.x - kWarp;  // by other warps first
+  const u32 own_slot = (threadIdx.x < kWarp ? blockDim.x : 0) + threadIdx.x - kWarp;  // warp 0 has the last slots
   Known own;
   if (own_slot < plan.slots) own = LoadKnown(arrays, inner, block.first_channel + own_slot);
 #pragma unroll 1
@@ -83,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   }
   __syncthreads();
 
-  // First the mean of what comes first, 1/16 or all: then sums of distances from it, and of their squares, which lose
-  // at most four bits where one is subtracted from the other.
+  // Pass 0 finds the mean of the first group of copies, which is 1/16 of the elements or all. Pass 1 sums distances
+  // from this mean, and their squares: the final subtraction then loses at most four bits.
   const float inverse_held = 1 / static_cast<float>(block.held);
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {

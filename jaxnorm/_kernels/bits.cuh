@@ -1,7 +1,7 @@
-// One bit per element, of which side of the ReLU it is on, in rows that begin on whole bytes: between flat order and
-// that of rows. The plan makes Rows (jaxnorm/_kernels/layout.py).
+// The ReLU's mask has one bit per element, and its rows begin on whole bytes. Conversion between bits in flat order and
+// bits in rows. The plan makes Rows (jaxnorm/_kernels/layout.py).
 
-// A byte, in each byte of U: what is done to the bits of one row can be done to those of several at once.
+// Repeats a byte in each byte of U, so that the bits of several rows are processed at once.
 template <class U>
 __device__ __forceinline__ constexpr U Repeat(u32 byte) {
   return static_cast<U>(static_cast<U>(0x01010101u) * byte);

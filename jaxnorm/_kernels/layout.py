@@ -1,6 +1,6 @@
 """How the kernels written by hand see an array: numbers that the host computes, and structures that hold them.
 
-The structures are those of vectors.cuh, bits.cuh and batch_norm.cuh.
+vectors.cuh, bits.cuh and batch_norm.cuh declare the structures.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from jaxnorm._launch import Pointer
 from jaxnorm._rows.plan import Device
 
 INT_MAX = 2**31 - 1
-COLUMNS = 8  # of one thread
+COLUMNS = 8  # columns of one thread
 VECTOR_BYTES = 16
 LINE_BYTES = 128
 STATIC_SHARED_BYTES = 4096  # kept for a kernel's own variables; the dynamic part can have the rest
@@ -37,10 +37,10 @@ _NO_DIVISION = [("u", 1), ("u", 0), ("u", 1 << 31)]
 
 
 def merged_strides(full: Sequence[int], own: Sequence[int], step: int) -> list[tuple[int, int]]:
-    """(size, stride) of the dimensions of `own`, each 1 or that of `full`, outermost first.
+    """(size, stride) of the dimensions of `own`, outermost first. Each size is 1 or the size in `full`.
 
-    Broadcast dimensions have stride 0. Neighbours with one common stride are one. `step`: elements of what one place
-    in the innermost dimension holds.
+    Broadcast dimensions have stride 0. Neighbours with a common stride are merged. `step`: elements of one place in the
+    innermost dimension.
     """
     found: list[tuple[int, int]] = []
     for size, here in zip(reversed(full), reversed(own), strict=True):
@@ -131,7 +131,7 @@ class Lines:
 
     @property
     def slots(self) -> int:
-        """Channels of a tile at most. The first may be there in part, and once more behind the last."""
+        """The most channels of a tile. The first channel may be there in part, and once more behind the last."""
         return min(self.channels, (self.tile - 1) // self.inner + 2)
 
     @property
@@ -174,7 +174,7 @@ class Spans:
         and so many that the last of them do not leave much of the device idle. Each block has a multiple of the
         `batch` lines that each of its rows reads at once, and at least `least` times as many.
         """
-        overhead = 3  # what a block does besides, in batches of lines
+        overhead = 3  # other work of a block, in batches of lines
         step = batch * lines.rows
         steps, tiles = max(1, ceil_div(lines.lines, step)), groups * lines.tiles
         first = min(max(waves * at_once // tiles, 1), max(1, min(most, steps // least)))
@@ -189,7 +189,7 @@ class Spans:
 
     @property
     def blocks(self) -> int:
-        """Of a group."""
+        """Blocks of a group."""
         return self.spans * self.tiles
 
     @property
@@ -261,10 +261,11 @@ def no_mask() -> list:
 
 
 def spread_bytes(device: Device, blocks: int) -> int:
-    """Bytes of shared memory that nobody uses, for an early launch of `blocks` blocks.
+    """Bytes of shared memory that are not used, for an early launch of `blocks` blocks.
 
-    They find room where blocks of the launch before have ended, and all would go to the multiprocessors that are done
-    before others, where their loads wait for each other. This spreads them over all.
+    Blocks of an early launch find room where blocks of the launch before have ended. All of them would go to the
+    multiprocessors that are done first, where their loads wait for each other. The unused bytes spread the blocks over
+    all multiprocessors.
     """
     least, most = 2, 6  # blocks of a multiprocessor: with more there is little to spread
     reserved = 1024  # of each block, by the system

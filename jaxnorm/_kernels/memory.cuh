@@ -1,10 +1,10 @@
-// What kernels written by hand ask of the machine beyond machine.cuh: instructions that only PTX has. NVRTC compiles
-// this text behind that of machine.cuh. tests/kernels_on_cpu.h offers the same functions to a C++ compiler.
+// Instructions that only PTX has, for kernels written by hand: an addition to machine.cuh, whose text NVRTC compiles in
+// front of this one. tests/kernels_on_cpu.h offers the same functions to a C++ compiler.
 typedef long long i64;
 
 // ---- values ----
 
-// The same value, in a register from here on: else the compiler may compute it again for every use.
+// Keeps a value in a register from here on. Otherwise the compiler may compute it again for every use.
 DEVICE float Kept(float value) {
   asm volatile("" : "+f"(value));
   return value;
@@ -18,14 +18,14 @@ DEVICE i64 Kept(i64 value) {
   return value;
 }
 
-// Both halves full of their sign bits.
+// Fills each half of a word with the half's sign bit.
 DEVICE u32 SignsOfHalves(u32 word) {
   u32 signs;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(word));
   return signs;
 }
 
-// Each half full of ones where it is above 0.
+// Fills each half with ones where the float in it is above 0, else with zeros.
 DEVICE u32 PositiveHalvesFloat16(u32 word) {
   u32 mask;
   asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(word), "r"(0u));
@@ -43,7 +43,7 @@ DEVICE u32 PositiveHalvesBfloat16(u32 word) {
 #endif
 }
 
-// Two 16-bit floats in a word, of max(x, 0); NaN stays NaN.
+// max(x, 0) of two floats, as 16-bit floats in a word; NaN stays NaN.
 DEVICE u32 PackReluFloat16(float low, float high) {
   u32 word;
   asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -57,7 +57,7 @@ DEVICE u32 PackReluBfloat16(float low, float high) {
 
 // ---- global memory ----
 
-// How long the L2 cache keeps what is read with it.
+// How long the L2 cache keeps the data of a load.
 enum L2Policy : u64 {};
 
 DEVICE L2Policy EvictFirst() {
@@ -71,7 +71,7 @@ DEVICE L2Policy EvictLast() {
   return (L2Policy)policy;
 }
 
-// 16 bytes, which the kernel does not write.
+// Loads 16 bytes that the kernel does not write.
 DEVICE uint4 LoadWords(const void* p, L2Policy policy) {
   uint4 words;
   asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -80,8 +80,8 @@ DEVICE uint4 LoadWords(const void* p, L2Policy policy) {
   return words;
 }
 
-// 16 bytes. Not `*p = words`, which the compiler merges with scalar stores of another branch and so splits into
-// narrower ones. Not __stwb, which compiles to a store with memory ordering.
+// Stores 16 bytes. Not `*p = words`, which the compiler merges with scalar stores of another branch and so splits into
+// narrower stores. Not __stwb, which compiles to a store with memory ordering.
 DEVICE void StoreWords(void* p, uint4 words) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(words.x),
                "r"(words.y), "r"(words.z), "r"(words.w)
@@ -91,7 +91,7 @@ DEVICE void StoreWords(void* p, uint4 words) {
 // Asks L2 for the line of an address.
 DEVICE void PrefetchToL2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
 
-// 16 bytes at once, for other blocks.
+// Write or read 16 bytes at once, for the exchange between blocks.
 DEVICE void WriteAtOnce(void* p, u64 low, u64 high) {
   asm volatile("{\n .reg .b128 v;\n mov.b128 v, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(
                    __cvta_generic_to_global(p)),
@@ -140,7 +140,7 @@ DEVICE void StoreSharedByte(u32 address, u32 value) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// As bulk_load, of what is read once.
+// bulk_load of data that is read once.
 DEVICE void BulkLoadOnce(char* to, const char* from, u32 bytes, u64* barrier, L2Policy once) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
@@ -152,20 +152,21 @@ DEVICE void BulkLoadOnce(char* to, const char* from, u32 bytes, u64* barrier, L2
 
 // ---- launches that follow each other (sm_90 and later) ----
 //
-// Blocks of an early launch have begun, have loaded their first instructions and have asked L2 for what they will read
-// when the last of the launch before have ended. Without it, that is two to three microseconds of each launch.
+// When the last blocks of the launch before end, blocks of an early launch have begun, have loaded their first
+// instructions and have asked L2 for the data that they will read. This saves two to three microseconds of each launch.
 
-// Lets the next launch begin, if it is an early one, as soon as all blocks have come here or ended. Where there is much
-// left to do, the next blocks would wait in places that working ones need: 1% slower for large arrays.
+// Lets the next launch begin, if it is an early one, as soon as all blocks have called this function or have ended. If
+// much work is left after the call, waiting blocks take room that working blocks need: 1% slower for large arrays.
 DEVICE void LetNextBegin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until all that launches before have written is there. Addresses are computed from the result, which is `index`: the
-// compiler might else load what it takes for constant before. Until then, lines may be prefetched to L2, and operands
-// of the call be loaded if its first launch, not an early one, is the one before.
+// Waits until all writes of the launches before are visible. Returns `index`, from which addresses must be computed:
+// otherwise the compiler might move loads of data that it takes for constant to before the wait. Before the wait, a
+// kernel may prefetch lines to L2. It may load operands of the call if the launch before is the call's first one and
+// not early.
 template <class Index>
 DEVICE Index WaitForLaunchBefore(Index index) {
 #if __CUDA_ARCH__ >= 900

@@ -46,12 +46,12 @@ class Call:
       dtype: of elements.
       shapes: of operands, then of results, by name.
       full: the shape that operands broadcast to.
-      shape: the same as kernels see it.
+      shape: `full` as kernels see it.
       split: the first dimension of the mask's columns.
       groups: leading dimensions that vmap mapped.
-      epsilon: that of the variance.
+      epsilon: is added to the variance.
       replicas: devices that hold as many elements each.
-      relu: whether there is one.
+      relu: whether the call has a ReLU.
     """
 
     dtype: np.dtype
@@ -68,13 +68,13 @@ class Call:
         return name in self.shapes
 
     def without(self, *names: str) -> "Call":
-        """The call whose kernels do not see these. Buffers keep their numbers."""
+        """The call without these operands and results. Buffers keep their numbers."""
         shapes = {n: s for n, s in self.shapes.items() if n not in names}
         return dataclasses.replace(self, shapes=shapes)
 
     @property
     def acc(self) -> str:
-        """The format of a number of the arithmetic's dtype."""
+        """The format of a number in the dtype of the arithmetic."""
         return "d" if self.dtype.itemsize == 8 else "f"
 
     @property
@@ -83,16 +83,16 @@ class Call:
 
     @property
     def threads(self) -> int:
-        """Of a block at most."""
+        """The most threads of a block."""
         return 128 if self.dtype.itemsize == 8 else 256
 
     def batch(self, arrays: int) -> int:
-        """Lines of each of some arrays that a thread reads before it looks at the first."""
+        """Lines that a thread reads of each of `arrays` arrays before it uses the first."""
         return max(2, 8 // self.dtype.itemsize // arrays)
 
     @property
     def bits(self) -> int:
-        """How kernels take the bits: flat ones with a mask or of float64 as ragged, to have fewer instances."""
+        """How kernels take the bits. With a mask or float64, flat bits count as ragged, to have fewer instances."""
         if "bits" not in self:
             return NO_BITS
         # Rows of whole bytes, or one row, whose spare bits come after the last element.
@@ -114,7 +114,7 @@ class Round:
       groups: how many there are.
       places: name -> (offset of the first group in bytes, elements from one group to the next).
       buffers: name -> number.
-      call: of which these groups are.
+      call: the call that has these groups.
     """
 
     first: int
@@ -136,7 +136,7 @@ class Round:
         return [self.array(name) for name in ARRAYS]
 
     def aligned(self, *names: str) -> bool:
-        """Whether these begin on 16 bytes for every group."""
+        """Whether these arrays begin on 16 bytes for every group."""
         size = self.call.dtype.itemsize
         places = [self.places[n] for n in names if n in self.places]
         return all(o % VECTOR_BYTES == 0 and s * size % VECTOR_BYTES == 0 for o, s in places)

@@ -1,4 +1,4 @@
-"""What a call of kernels written by hand is: data, which says the text, the launches and the scratch memory."""
+"""A call of kernels written by hand, as data: its text, its launches and its scratch memory."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ class Plan:
     Attributes:
       operation: what it computes.
       dtype: of elements.
-      files: of the text, each behind those that it uses.
+      files: of the text, each behind the files that it uses.
       constants: (macro, value) that choose the instance.
       launches: in order.
       structures: (C++ type, bytes) of the arguments.
@@ -69,7 +69,7 @@ class Part:
 
 
 def join(operation: str, dtype: str, parts: Sequence[Part], buffer_bytes: Sequence[int]) -> Plan:
-    """A call of all parts, one after the other, which share the scratch memory."""
+    """A call of all parts, one after the other. The parts share the scratch memory."""
 
     def all_of(name):
         return tuple(dict.fromkeys(x for part in parts for x in getattr(part, name)))

@@ -1,13 +1,13 @@
 // ReLU, by hand because a row program is 5 to 8 % slower forward (on an H100, float16, 32768 x 4096: 0.92 of the speed)
-// and has no bits for rows whose length is no multiple of 8.
+// and has no bits for rows whose length is not a multiple of 8.
 //
 // Both directions are bound by memory traffic. Bytes per element of b bytes, each moved once:
 //   forward 2b + 1/8, with a second addend 3b + 1/8; backward 2b + 1/8.
 //
 // The arrays are walked as flat memory, in tiles of 16 KiB per array, so every access is a whole aligned 16 bytes
-// whatever the row length. Where the mask's bits are flat too (rows of whole bytes, or a single row) nothing else is
-// needed. Other rows pad their last byte, so the mask's bits and the flat ones drift apart; a tile then translates
-// between the two in shared memory, and global memory sees the same traffic.
+// whatever the row length. Where the mask's bits are flat too (rows of whole bytes, or a single row), nothing else is
+// needed. Other rows pad their last byte, so that the bits of the mask and the flat bits drift apart. A tile then
+// translates between the two in shared memory, with the same traffic in global memory.
 
 constexpr int kThreads = 256;
 constexpr int kVecsPerThread = 4;  // 64 bytes of each input in flight per thread, 16 KiB per block
@@ -53,7 +53,7 @@ DEVICE Tile LoadTile(const E* p, u32 count) {
   return tile;
 }
 
-// Writes them.
+// Writes the first `count` elements of a tile.
 template <class E>
 DEVICE void StoreTile(E* p, const Tile& tile, u32 count) {
   p += VecBegin<E>();

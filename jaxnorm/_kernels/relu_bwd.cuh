@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       bits[k] = i < count ? mask[begin / 8 + i / 8] >> i % 8 : 0;
     }
   } else {
-    __shared__ u8 bytes[kTile<Bits>];  // rows of one column: a byte per element
+    __shared__ u8 bytes[kTile<Bits>];  // room for rows of one column, which have a byte per element
     __shared__ Place place;
     if (threadIdx.x == 0) place = rows.Find(begin);
     __syncthreads();

@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Tile tile = LoadTile(x + begin, count), addend;
   if constexpr (RELU_ADD) addend = LoadTile(z + begin, count);
 
-  // Bits in flat order. They are the mask, or else this tile's and the next 8, which the last byte may reach into.
+  // Bits in flat order, where the mask is not flat: the bits of this tile, and of the next 8 elements, which the last
+  // byte may reach into.
   __shared__ u8 flat[RELU_FLAT ? 1 : kTile<T> / 8 + 1];
   __shared__ Place place;
   if constexpr (!RELU_FLAT) {

@@ -21,12 +21,12 @@ _WARP = 32
 _THREADS = 512
 _HEADER_BYTES = 128  # of shared memory, for barriers
 _COPY_GROUPS = 7
-_CHANNEL_POSTS = 5  # that a lane reads at once
+_CHANNEL_POSTS = 5  # posts that a lane reads at once
 _MOST_BLOCKS = _WARP * _CHANNEL_POSTS
 _PLANE_NUMBERS = 4  # of a thread's 2 * COLUMNS sums
 _PLANES = 2 * COLUMNS // _PLANE_NUMBERS
 _SUMS_BYTES, _POST_BYTES, _FLOAT_BYTES = 8, 16, 4
-_LEAST_COLUMNS = 1024  # of a tile: each copy takes time
+_LEAST_COLUMNS = 1024  # columns of a tile: each copy takes time
 _MOST_RELAYED = 128  # channels: for more of them this takes longer than two passes
 _EXCHANGE = 1 << 15  # bytes that a block reads in the time that an exchange takes
 _NUMBERS = {
@@ -36,7 +36,7 @@ _NUMBERS = {
 
 
 def alike(shape: Shape) -> bool:
-    """Whether the columns of a thread are of one channel, or else of neighbouring ones."""
+    """Whether all columns of a thread are of one channel; otherwise they are of neighbouring channels."""
     return shape.inner % COLUMNS == 0
 
 
@@ -80,10 +80,10 @@ class Layout:
 def layout(
     shape: Shape, item_bytes: int, arrays: int, bits: bool, device: Device, scratch_bytes: int
 ) -> Layout | None:
-    """The best cut whose blocks can hold `arrays` such arrays; None if there is none, or if columns lie otherwise.
+    """The best cut whose blocks can hold `arrays` such arrays; None if there is none.
 
-    With a byte for each 8 elements if there are bits: beside the elements backward, and forward where the entries of
-    sums were, as many as fit.
+    Columns must be `alike`, or channels must be last. Bits take a byte for each 8 elements. Backward keeps all of these
+    bytes beside the elements; forward keeps as many as fit where the entries of sums were.
     """
     cols, size = shape.channels * shape.inner, shape.group_size
     one = alike(shape)
@@ -115,7 +115,7 @@ def layout(
 
 
 def _cell_bytes(item_bytes: int, arrays: int, bits: bool) -> int:
-    """Of 8 neighbouring elements of each array."""
+    """Bytes of 8 neighbouring elements of each array, and backward of their bits."""
     return arrays * COLUMNS * item_bytes + (bits and arrays == 2)
 
 
@@ -127,11 +127,11 @@ def _cut(
     forward = arrays == 1
     forward_last = forward and not one  # forward, channels last
     row_threads = tile // COLUMNS
-    # There half as many threads have half as many sums to merge before blocks exchange them: 1 % less.
+    # There, half as many threads have half as many sums to merge before the exchange: 1 % less time.
     most_threads = _THREADS // 2 if forward_last and spans > 1 else _THREADS
     if row_threads > most_threads or spans < 1 or (not one and tile & (tile - 1)):
         return None
-    # Whole lines one after the other: each block's begin with a cache line.
+    # Where lines are whole, the lines of each block begin with a cache line.
     whole_lines = tile == cols
     step = LINE_BYTES // math.gcd(cols * item_bytes, LINE_BYTES) if whole_lines and spans > 1 else 1
     span = ceil_div(ceil_div(shape.outer, step), spans) * step
@@ -164,8 +164,8 @@ def _cut(
     bit_word = (
         1 if (shape.group_size if whole_lines else math.gcd(tile, cols)) % (4 * COLUMNS) else 4
     )
-    # The first group has one turn of 16. There, if a block has all lines, it has all: there is little to wait for, and
-    # sums of distances from the mean of all lose no bit.
+    # The first group has one turn of 16. Forward with channels last, if a block has all lines, the group has all turns:
+    # there is little to wait for, and sums of distances from the mean of all elements lose no bit.
     first_turns = turns if forward_last and sharers == 1 else ceil_div(turns, 16)
     group_turns = ceil_div(turns - first_turns, _COPY_GROUPS - 1)
     lane_bits = post_bits = 0

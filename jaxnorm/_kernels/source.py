@@ -21,13 +21,13 @@ def _bare(file: str) -> str:
 
 
 def without_comments(text: str) -> str:
-    """C++ text without comments: it is part of each program that calls it."""
+    """C++ text without comments: the text is part of each program that calls it."""
     lines = (re.sub(r"\s*//.*", "", line) for line in text.splitlines())
     return "\n".join(line for line in lines if line)
 
 
 def machine() -> list[str]:
-    """The parts of each text that use what only the machine has."""
+    """The parts of each text that use instructions of the machine."""
     return [_text(_MACHINE), _bare("memory")]
 
 
@@ -40,7 +40,7 @@ def assemble(
     """The text of an instance.
 
     Args:
-      files: names without .cuh, each behind those that it uses.
+      files: names without .cuh, each behind the files that it uses.
       dtype: of elements, which the files call T.
       constants: macros that the files read.
       sizes: bytes that each structure has, which the compiler checks.

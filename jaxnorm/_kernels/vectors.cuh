@@ -1,8 +1,8 @@
-// Elements and vectors of them, in the form that all kernels written by hand use.
+// Elements, and vectors of elements, for all kernels written by hand.
 constexpr int kWarp = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr int kVecBytes = 16;    // widest load or store of one thread before sm_100
-constexpr int kLineBytes = 128;  // of the L2 cache
+constexpr int kLineBytes = 128;  // line of the L2 cache
 
 struct alignas(2) float16 {
   u16 bits;
@@ -27,7 +27,7 @@ DEVICE To BitsAs(const From& from) {
   return __builtin_bit_cast(To, from);
 }
 
-// What values of an element's type are summed and scaled in: float, or double for double.
+// The type in which values of an element type are summed and scaled: float, or double for double.
 template <class E>
 struct AccOf {
   using type = float;
@@ -145,7 +145,7 @@ DEVICE u32 PositiveBits(const Vec<E, N>& v) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       const u32 mask = kSame<E, float16> ? PositiveHalvesFloat16(words.w[i]) : PositiveHalvesBfloat16(words.w[i]);
-      bits |= mask & (1u << 2 * i | 1u << (2 * i + 17));  // of the lower half and of the upper one, still 16 apart
+      bits |= mask & (1u << 2 * i | 1u << (2 * i + 17));  // bits of the lower and of the upper half, still 16 apart
     }
     return (bits | bits >> 16) & 0xffff;
   } else {
@@ -163,7 +163,7 @@ DEVICE Vec<E, kVecSize<E>> LoadVec(const E* p) {
   return BitsAs<Vec<E, kVecSize<E>>>(__ldg((const uint4*)p));
 }
 
-// f of each word of `value`.
+// Applies f to each word of `value`.
 template <class P, class F>
 DEVICE P MapWords(P value, F f) {
   auto words = BitsAs<Words<sizeof(P) / sizeof(u32)>>(value);

@@ -9,7 +9,7 @@ from jaxnorm._rows.rules import Program
 # Rows of so many bytes and more are read once where a maximum and a sum of exponentials can be one pass. In shorter
 # rows, which stay on chip, the second exponential costs more than the second reduction.
 ONE_PASS_BYTES = 40 * 1024
-# The same of rows that lie side by side: fewer bytes of a row stay on chip, because many rows are there at once.
+# The same limit for rows that lie side by side: fewer bytes of a row stay on chip, because many rows are there at once.
 ONE_PASS_SIDE_BY_SIDE = 32 * 1024
 # In rows of fewer columns, functions that wait for the maximum of their arguments cost more time than they save.
 MAXIMA_FIRST_COLUMNS = 2048
@@ -139,7 +139,7 @@ def _is_max(node) -> bool:
 
 
 def _maximum(node) -> Node | None:
-    """The row's maximum, if a node is that, or that with a finite number in place of -inf, below which nothing is."""
+    """The row's maximum, if a node is the maximum, or the maximum with a finite number in place of -inf."""
     if (
         node.op == "select"
         and node.args[0].op == "eq"

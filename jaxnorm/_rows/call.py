@@ -22,7 +22,7 @@ SPILLS = 48
 
 
 def kernel_name(operation: str) -> str:
-    """What profiles show."""
+    """The name that profiles show."""
     return f"jaxnorm_{operation}"
 
 
@@ -107,7 +107,7 @@ class Call:
 
 
 def device_here() -> Device:
-    """The GPU that row programs are compiled for. Without one they are lowered for one elsewhere."""
+    """The GPU that row programs are compiled for. Without a GPU here, they are lowered for a GPU elsewhere."""
     for gpu in launcher.gpus():
         return Device(
             gpu.architecture, gpu.multiprocessors, gpu.shared_bytes, gpu.name, gpu.l2_bytes

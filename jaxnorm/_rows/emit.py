@@ -28,7 +28,7 @@ from jaxnorm._rows.text import product
 
 @functools.cache
 def preamble() -> str:
-    """What stands in front of the kernels."""
+    """The text in front of the kernels."""
     here = pathlib.Path(__file__).parent
     return "".join((here / name).read_text() for name in ("machine.cuh", "functions.cuh"))
 

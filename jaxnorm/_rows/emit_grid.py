@@ -8,7 +8,7 @@ reductions, and these barriers:
   filled    bulk copies have filled the stage
   summed    of each exchange: all computing warps have written their partial results
   known     of each exchange: an exchanging warp has written the results of its reductions
-  readers   all computing warps have ended the row's last phase; then the stage, and all else of it, is the next row's
+  readers   all computing warps have ended the row's last phase; the stage and its other memory are then the next row's
 """
 
 import functools
@@ -188,8 +188,8 @@ class Grid(Sums, Reductions):
         """Combines the partial results of a block's warps, and then of all blocks that share the row.
 
         A post is 16 bytes that are written at once and read at once: two partial results, and the tag, a number that
-        memory has nowhere else. What is read is the value of this launch or is not there yet, whatever the memory held
-        before, so the order of no other access matters. The next launch, of a graph or of another call, may get the
+        memory has nowhere else. A value that is read with the tag is of this launch, whatever the memory held before,
+        so the order of no other access matters. The next launch, of a graph or of another call, may get the
         same memory, and its tag is the same. Hence the last block that has read the posts of a row removes their tags.
         The low bits of the first post's tag count the blocks; a block counts when all its loads have returned values.
         """
@@ -258,7 +258,7 @@ class Grid(Sums, Reductions):
                     w(f"there &= post_read({place}, missing[i], found[i][{post}]);")
                 w("missing[i] = !there;")
                 w("any |= missing[i];")
-        # Lanes that go on by themselves would make several warps of one.
+        # If lanes went on by themselves, the warp would diverge.
         w.lines[-1] += " while (!__all_sync(~0u, !any));"
         with w.block(each), w.block(f"if (lane_of_warp + 32 * i < {blocks})"):
             for place, _ in enumerate(reductions):

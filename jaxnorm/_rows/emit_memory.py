@@ -269,7 +269,7 @@ class Memory(Base):
         return self.plan.cluster > 1 or self.plan.parts or self.plan.shifted
 
     def _shift_of(self, row) -> str:
-        """How many columns before a row's first one the slot begins that has it."""
+        """How many columns before a row's first column the slot begins that holds this column."""
         return f"(int)((u64){row} * {self.program.width}u % {self.plan.vector}u)"
 
     def _slots_to_fetch(self):
@@ -572,7 +572,7 @@ class Memory(Base):
         return f"{self._kept(n, u)}[{self._place()}]"
 
     def _forget(self):
-        """Keeps the compiler from keeping, in registers that are not there, what is computed again in each phase."""
+        """Makes the compiler compute values again in each phase, for which there are no registers."""
         self._forget_loaded(self._held_loads)
         if self.plan.hold_shared and self.plan.lanes <= 32 and self.plan.cluster == 1:
             self.w("forget_memory();")

@@ -127,8 +127,8 @@ class Reductions(Memory):
     def _exchange_warps(self, number, reductions, maxima, partials):
         """Each warp writes its part to shared memory, of all blocks of the cluster; each thread reads all parts.
 
-        There are two sets of places. Whoever writes the set of exchange n + 2 has all parts of exchange n + 1, which
-        each warp sends after it has read the set of exchange n.
+        There are two sets of places. A warp that writes the set of exchange n + 2 has all parts of exchange n + 1, and
+        each warp sends its part of exchange n + 1 after it has read the set of exchange n.
         """
         plan, w = self.plan, self.w
         turn = (

@@ -1,6 +1,6 @@
 """The kernel of rows that lie side by side, under a plan of `schedule_strided`.
 
-A slot is one column of a thread's rows: one load and one store for all of them, where they are neighbours in an array.
+A slot is one column of a thread's rows: one load and one store for all rows, where the rows are neighbours in an array.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from jaxnorm._rows.text import addresses
 
 
 class StridedEmitter(Emitter):
-    """What differs where rows lie side by side: who has which rows and columns, how they are loaded and stored."""
+    """What differs where rows lie side by side: which thread has which rows and columns, their loads and stores."""
 
     def __init__(self, program, plan, kernel):
         super().__init__(program, plan, kernel)
@@ -61,7 +61,7 @@ class StridedEmitter(Emitter):
                 )
 
     def row_value(self, n, u, row, name):
-        """One load has the numbers of all of the thread's rows, where those are neighbours."""
+        """One load has the numbers of all of the thread's rows, where the rows are neighbours."""
         i = self.program.inputs[n.attr[0]] if n.op in ("input", "input_at") else None
         own = row == self.row("row", u)
         if i is None or not own or (distance := self._distance(i.layout)) is None:
@@ -86,7 +86,7 @@ class StridedEmitter(Emitter):
         self.w(f"const {c_type(n.dtype)} {name(n, u)} = {value};")
 
     def _count(self, i: Input) -> int:
-        """How many rows a slot's words are of."""
+        """How many rows a slot's words hold."""
         return self.plan.rows_at_once if self._distance(i.layout) else 1
 
     def _words(self, i: Input) -> int:

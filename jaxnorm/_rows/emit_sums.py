@@ -113,7 +113,7 @@ class Sums(Memory):
 class Finish:
     """The kernel that adds up the partial results of sums over rows.
 
-    A thread adds up some partial results of one column. Which ones does not vary from run to run. Of wide results, so
+    A thread adds up some partial results of one column. The choice does not vary from run to run. With wide results, so
     few threads share a column that all blocks run at once.
     """
 

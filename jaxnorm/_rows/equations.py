@@ -29,7 +29,7 @@ _OWN = {f"jaxnorm_{name}" for name in ("pack_bits", "unpack_bits", "row_program"
 
 
 def body_of(eqn):
-    """The closed jaxpr that an equation runs once; None of an operation. Our own operations run their formulas."""
+    """The closed jaxpr that an equation runs once; None for an operation. Our own operations run their formulas."""
     name = eqn.primitive.name
     if name in CALLS:
         return eqn.params[CALLS[name]]

@@ -15,7 +15,7 @@ from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import Device, Plan
 from jaxnorm._rows.rules import Program
 
-# Bytes per second of a GPU's memory, by words of its name; the first that it has.
+# Bytes per second of a GPU's memory, by words of the GPU's name. The first entry whose words the name has counts.
 MEMORY_RATES = {
     "H100 PCIe": 2.04e12,
     "H100 NVL": 3.94e12,
@@ -38,9 +38,9 @@ MEMORY_RATES = {
     "RTX 4090": 1.01e12,
     "RTX 3090": 0.94e12,
 }
-# Of GPUs that are not in the table: what each multiprocessor of an H100 has.
+# Bytes per second and multiprocessor of GPUs that are not in the table: the rate of an H100.
 RATE_OF_MULTIPROCESSOR = 25e9
-# Of its rate, what a copy of a large array reaches.
+# The part of this rate that a copy of a large array reaches.
 REACHED = 0.9
 
 

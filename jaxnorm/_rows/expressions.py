@@ -90,7 +90,7 @@ def expression(node: Node, args: list[str], fast: bool) -> str:
         sign = {"add": "+", "sub": "-", "mul": "*"}[op]
         if floating:
             return f"({args[0]} {sign} {args[1]})"
-        # In unsigned numbers, so that what overflows wraps.
+        # In unsigned numbers, so that overflow wraps.
         wide = "u64" if dtype.itemsize == 8 else "u32"
         return f"({c_type(dtype)})(({wide}){args[0]} {sign} ({wide}){args[1]})"
     if op in _OPERATORS:
@@ -260,7 +260,7 @@ def words_of(dtype, values: list[str]) -> list[str]:
 
 
 def accumulator(node: Node) -> np.dtype:
-    """In what a reduction is accumulated: booleans and short integers in int."""
+    """The dtype in which a reduction is accumulated: for booleans and short integers, int."""
     if node.dtype.kind == "f" or node.dtype.itemsize >= 4:
         return node.dtype
     return np.dtype(np.int32 if node.dtype.kind != "u" else np.uint32)

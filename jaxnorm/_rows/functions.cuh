@@ -1,4 +1,4 @@
-// What row programs are made of, in plain C++ over machine.cuh.
+// Functions that row programs call, in plain C++ over machine.cuh.
 #define INFINITE __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fffffff)
 #define INFINITE64 __longlong_as_double(0x7ff0000000000000ll)
@@ -69,8 +69,8 @@ DEVICE void store(char* to, const u32* words) {
   }
 }
 
-// kCount elements of kSize bytes, one by one: those at the columns first, first + step, ... of a row. A column outside
-// of the row is taken for the nearest one in it.
+// Loads kCount elements of kSize bytes, one by one, at the columns first, first + step, ... of a row. A column outside
+// of the row is replaced by the nearest column in the row.
 template <int kSize, int kCount>
 DEVICE void load_elements(u32* words, const char* row, int first, int step, int columns) {
   UNROLL for (int v = 0; v < kCount; ++v) {
@@ -88,7 +88,7 @@ DEVICE void load_elements(u32* words, const char* row, int first, int step, int 
     }
   }
 }
-// The same, of columns that are all in the row.
+// load_elements for neighbouring columns that are all in the row.
 template <int kSize, int kCount>
 DEVICE void load_inside(u32* words, const char* row, int first) {
   UNROLL for (int v = 0; v < kCount; ++v) {
@@ -103,7 +103,7 @@ DEVICE void load_inside(u32* words, const char* row, int first) {
     }
   }
 }
-// Those of kCount elements whose columns, from `column` on, are in the row.
+// Stores kCount elements, from `column` on, except for elements whose column is not in the row.
 template <int kSize, int kCount>
 DEVICE void store_edge(char* to, const u32* words, int column, int columns) {
   UNROLL for (int v = 0; v < kCount; ++v) {
@@ -143,8 +143,8 @@ DEVICE double round_to_mantissa(double x) {
 DEVICE double to_double(u32 low, u32 high) { return __hiloint2double((int)high, (int)low); }
 DEVICE u64 to_u64(u32 low, u32 high) { return ((u64)high << 32) | low; }
 
-// An 8-bit float with kMantissa bits of mantissa and this bias. `last` is the largest finite code; what rounds beyond it
-// is infinity (`last` + 1) where kInfinite, otherwise NaN. Ties go to the even code.
+// An 8-bit float with kMantissa bits of mantissa and bias kBias. kLast is the largest finite code. A number that rounds
+// beyond it is infinity (kLast + 1) where kInfinite, otherwise NaN. Ties go to the even code.
 template <int kMantissa, int kBias, u32 kLast, bool kInfinite>
 DEVICE u32 to_float8(float x) {
   const u32 sign = (__float_as_uint(x) >> 24) & 0x80u;
@@ -166,10 +166,10 @@ DEVICE u32 to_float8(float x) {
 }
 DEVICE u32 to_float8_e4m3fn(float x) { return to_float8<3, 7, 0x7e, false>(x); }
 DEVICE u32 to_float8_e5m2(float x) { return to_float8<2, 15, 0x7b, true>(x); }
-// Two of them, the first one in the lower byte.
+// Two 8-bit floats, the first one in the lower byte.
 DEVICE u32 pack_float8_e4m3fn(float low, float high) {
 #if __CUDA_ARCH__ >= 890
-  // 464 is a tie between 448, the largest number, and what is NaN.
+  // 464 is a tie between 448, the largest number, and the next code, which is NaN.
   return saturate_float8_e4m3fn(fabsf(low) > 464.f ? NOT_A_NUMBER : low, fabsf(high) > 464.f ? NOT_A_NUMBER : high);
 #else
   return to_float8_e4m3fn(low) | to_float8_e4m3fn(high) << 8;
@@ -237,7 +237,7 @@ DEVICE T remainder_of(T a, T b) {
   if (T(-1) < T(0) && b == (T)-1) return T(0);
   return (T)(a % b);
 }
-// A float as an integer: towards zero, NaN is 0, what is out of range is the nearest integer there is.
+// A float as an integer: rounded towards zero. NaN is 0. A number out of range is the nearest integer of the type.
 template <class T, class F>
 DEVICE T to_integer(F x, F lowest, F highest, T smallest, T largest) {
   return x != x ? T(0) : x <= lowest ? smallest : x >= highest ? largest : (T)x;
@@ -259,7 +259,7 @@ DEVICE uint2 threefry(u32 key0, u32 key1, u32 x0, u32 x1) {
   }
   return make_uint2(x0, x1);
 }
-// jax.random's bits of the element at this position in its array (jax_threefry_partitionable).
+// jax.random's bits for the element at this position of its array (jax_threefry_partitionable).
 DEVICE u32 random_bits32(u32 key0, u32 key1, u64 position) {
   const uint2 bits = threefry(key0, key1, (u32)(position >> 32), (u32)position);
   return bits.x ^ bits.y;

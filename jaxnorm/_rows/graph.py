@@ -18,7 +18,7 @@ UINT: np.dtype = np.dtype(np.uint32)
 
 COMMUTATIVE = {"add", "mul", "max", "min", "eq", "ne", "and", "or", "xor"}
 
-# Attribute of a function whose value is one number a row: it is computed as the ones of elements are.
+# Attribute of a function whose value is one number a row: it is computed as functions of elements are.
 AS_ELEMENT = "as element"
 
 # What one element costs, in instructions.
@@ -346,7 +346,7 @@ class Graph:
         return [(factor, core)]
 
     def _at_label(self, core) -> Node | None:
-        """The one element of a row that is not 0, where a label selects it; None of other nodes."""
+        """The one element of a row that is not 0, where a label selects it; None for other nodes."""
         if core.op != "select" or not is_literal(core.args[2], 0):
             return None
         condition = core.args[0]

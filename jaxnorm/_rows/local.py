@@ -143,7 +143,7 @@ def _shared(closed) -> Shared:
             raise NotARowProgram(f"an array of shape {shape}", "has an axis twice")
     whole_rows = [_wants_whole_rows(e, dims, column) for e in program.equations]
     if view.neighbours != 1:
-        # What looks columns up by their numbers does so along the last dimension.
+        # Operations that look columns up by their numbers do so along the last dimension.
         whole_rows += [e.primitive in _ARGS | _LABELS for e in program.equations]
     if len(lengths) != 1 or any(whole_rows):
         lengths = {1}
@@ -287,7 +287,7 @@ def sharding_rule(devices, operand_shapes, result_shapes, *, jaxpr):
 def partition(
     operands: Sequence[Tiled], results: Sequence[Tiled], /, *, jaxpr, run: Callable
 ) -> Partition:
-    """How a row program is split over devices; `run(closed, operands)` is one as a call."""
+    """How a row program is split over devices; `run(closed, operands)` runs a row program as a call."""
     program = shared(jaxpr)
     assert program is not None
     blocks = _blocks(program, [*operands, *results])
@@ -379,10 +379,10 @@ class _Partial:
     """This device's part of a reduction.
 
     Attributes:
-      value: what it becomes.
+      value: the value that it becomes.
       combine: collective that combines the parts: "sum" or "max".
-      axes: that are cut.
-      finish: (what all devices have of it) -> the value.
+      axes: the axes that are cut.
+      finish: (the combined parts) -> the value.
     """
 
     value: Value
@@ -506,7 +506,7 @@ class _Device:
         return partials, {p.value: s for p, s in zip(partials, sums, strict=True)}
 
     def _combined(self, partials, parts) -> dict:
-        """What all devices have of partial reductions, by one collective for those that are alike."""
+        """Partial reductions, combined over all devices by one collective for partial reductions that are alike."""
         groups: dict = {}
         for p in partials:
             groups.setdefault((p.combine, p.axes, parts[p.value].dtype), []).append(p)
@@ -604,7 +604,7 @@ class _Device:
         return jnp.full(value.aval.shape, number) if value.aval.shape else number
 
     def _shape(self, value) -> tuple[int, ...]:
-        """Of this device's block."""
+        """The shape of this device's block."""
         shape = []
         for n, axes in zip(value.aval.shape, self._program.of(value), strict=True):
             for a in self._blocks.cut(axes):
@@ -693,7 +693,7 @@ class _Device:
         return [*parts, (None, rest, rest)] if rest > 1 else parts
 
     def _index(self, value, dim, part, dtype=np.int32):
-        """Of each element of a block along a part of a dimension; the other dimensions have size 1."""
+        """The index of each element of a block along a part of a dimension; other dimensions have size 1."""
         sizes = [size for _, size, _ in self._parts(value, dim)]
         index = jax.lax.broadcasted_iota(dtype, sizes, part)
         shape = [1] * len(value.aval.shape)

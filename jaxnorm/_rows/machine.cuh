@@ -1,5 +1,5 @@
-// What row programs ask of the machine itself: instructions that only PTX has. NVRTC compiles this text in front of
-// each kernel, without any other header. tests/cuda_on_cpu.h offers the same functions to a C++ compiler.
+// Instructions that only PTX has, for row programs. NVRTC compiles this text in front of each kernel, without any other
+// header. tests/cuda_on_cpu.h offers the same functions to a C++ compiler.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned u32;
@@ -30,7 +30,7 @@ DEVICE float high_float16(u32 word) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// What is too large becomes the largest finite number.
+// Numbers that are too large become the largest finite number.
 DEVICE u32 saturate_float8_e4m3fn(float low, float high) {
   u16 bytes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
@@ -77,7 +77,7 @@ DEVICE u32 max_nan_float16(u32 a, u32 b) {
 }
 // The compiler must take this word for a new one: what was computed from it earlier is not kept but computed again.
 DEVICE void forget(u32& word) { asm volatile("" : "+r"(word)); }
-// The same for whatever lies in memory.
+// forget() for everything in memory.
 DEVICE void forget_memory() { asm volatile("" ::: "memory"); }
 
 // ---- shared memory, and bulk copies into it that a barrier counts (sm_90 and later) ----
@@ -91,7 +91,7 @@ DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(
 DEVICE void barrier_init(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-// After the last barrier_init, before anyone uses a barrier.
+// To be called after the last barrier_init, before any thread uses a barrier.
 DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void barrier_expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -110,8 +110,8 @@ DEVICE void barrier_arrive(u64* barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(shared_address(barrier))
                : "memory");
 }
-// Arrives at a barrier, and whether nobody is to arrive after this thread. What all threads read before they arrived may
-// then be written.
+// Arrives at a barrier. Returns whether this thread was the last to arrive: data that all threads read before they
+// arrived may then be overwritten.
 DEVICE bool arrives_last(u64* barrier) {
   u64 state;
   u32 pending, done = 0;
@@ -138,8 +138,8 @@ DEVICE void bulk_load(char* to, const char* from, u32 bytes, u64* barrier) {
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Writes to where `place` lies in the shared memory of the cluster's block number `rank`, whose `barrier` counts it as
-// 4 bytes. Nobody waits for earlier stores, as a release would.
+// Writes `value` to `place` in the shared memory of block `rank` of the cluster. That block's `barrier` counts 4 bytes.
+// The store does not wait for earlier stores, as a release would.
 DEVICE void cluster_send(u32* place, int rank, u32 value, u64* barrier) {
   u32 to, counting;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(place)), "r"(rank));
@@ -149,9 +149,9 @@ DEVICE void cluster_send(u32* place, int rank, u32 value, u64* barrier) {
                : "memory");
 }
 
-// ---- posts: 16 bytes of global memory that blocks of a grid which all run at once tell each other something in ----
+// ---- posts: 16 bytes of global memory, through which blocks exchange a value; all blocks of the grid run at once ----
 
-// A random number whose low bits count.
+// A random number whose low 16 bits are for counting.
 #define POST_TAG 0x9d3b5c71e86f0000ull
 DEVICE void post_write(char* post, u64 value) {
   asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(
@@ -159,7 +159,8 @@ DEVICE void post_write(char* post, u64 value) {
                "l"(POST_TAG), "l"(value)
                : "memory");
 }
-// Whether the value is there. What is not wanted is not read, and is there; no branch waits for an earlier post.
+// Whether the value has arrived. A post that is not wanted is not read, and counts as arrived. Without a branch, which
+// would wait for an earlier post.
 DEVICE bool post_read(const char* post, bool wanted, u64& value) {
   u64 tag = POST_TAG;
   asm volatile(
@@ -170,7 +171,7 @@ DEVICE bool post_read(const char* post, bool wanted, u64& value) {
       : "memory");
   return tag >> 16 == POST_TAG >> 16;
 }
-// Counts a block that has read, and returns how many did before.
+// Counts a block that has read its posts, and returns how many blocks were counted before.
 DEVICE int post_count(char* post) { return (int)(atomicAdd((u64*)post, 1ull) & 0xffffu); }
 DEVICE void post_clear(char* post) { *(volatile u64*)post = 0; }
 #endif

@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def registers(self) -> int:
-        """That a thread may have."""
+        """Registers that a thread may have."""
         return min(REGISTERS_MAX, REGISTERS // (self.threads * self.blocks) // 8 * 8)
 
     def __str__(self) -> str:

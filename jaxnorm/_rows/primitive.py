@@ -3,15 +3,14 @@
   jaxnorm_row_program   operands -> results of the parameter `jaxpr`. One kernel on a GPU, the jaxpr elsewhere
   jaxnorm_row_tangent   residuals, tangents of operands -> tangents of results        linear in the tangents
 
-Both are made of programs, so every derivative of one is one again. A program P is differentiated in two parts
-(`Split`): forward, which is P with what `save` chooses to keep as further results, and backward, which is JAX's vjp of
-P, custom rules included, from what is kept and the cotangents to the gradients. `row_tangent` holds backward: its
-transpose is backward as a row program, and what it computes itself, where forward mode asks for it, is the transpose of
-backward.
+Both are made of programs, so every derivative of a row program is a row program again. A program P is differentiated in
+two parts (`Split`). Forward is P with the values that `save` chooses to keep as further results. Backward is JAX's vjp
+of P, custom rules included, from the kept values and the cotangents to the gradients. `row_tangent` holds backward: its
+transpose is backward as a row program. The transpose of backward is its own result, which forward mode asks for.
 
 Zeros are structure: operands without a tangent and results without a cotangent are left out of the programs.
 
-Programs are told apart by identity, and what is derived of one is kept with it.
+Programs are told apart by identity, and the programs derived from a program are kept with it.
 """
 
 import dataclasses
@@ -54,7 +53,7 @@ from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.rules import cached_program_of
 from jaxnorm._rows.save import Flat, cheapest_cut
 
-# Under which a checkpoint policy finds what forward keeps.
+# The name under which a checkpoint policy finds the values that forward keeps.
 SAVED = _lib.TARGET_PREFIX + "fuse"
 
 
@@ -63,7 +62,7 @@ SAVED = _lib.TARGET_PREFIX + "fuse"
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """What of a program needs a kernel.
+    """The part of a program that needs a kernel.
 
     Attributes:
       program: without results that are operands, constants or another result, and without unused operands; None if
@@ -116,7 +115,7 @@ def _needed(closed) -> Needed:
 
 
 def run(closed, operands: Sequence) -> list:
-    """Results of a program as a row program: what needs a kernel is one call."""
+    """Results of a program as a row program: the part that needs a kernel is one call."""
     operands = _alike(operands)
     needed = _needed(closed)
     results = {"operand": operands, "program": [], "constant": []}
@@ -130,7 +129,7 @@ def run(closed, operands: Sequence) -> list:
 
 
 def check(closed) -> None:
-    """Raises a ValueError if what of a program needs a kernel cannot be one."""
+    """Raises a ValueError if the part of a program that needs a kernel cannot be one."""
     needed = _needed(closed)
     program = closed if needed.program is _ITSELF else needed.program
     if program is None or _is_empty(program):
@@ -157,7 +156,7 @@ def _alike(operands) -> list:
 
 
 def typed(closed, avals: Sequence):
-    """The program for operands that live elsewhere than those that it was traced for."""
+    """The program for operands that live elsewhere than the operands that it was traced for."""
     if all(map(same_place, closed.in_avals, avals)):
         return closed
     return _retyped(closed, tuple(avals))
@@ -185,8 +184,8 @@ class Split:
     Attributes:
       forward: operands, `constants` -> results, saved.
       constants: arrays that forward takes behind its operands.
-      residuals: where backward's come from: ("operand" | "result", number), what is saved being further results of
-        forward, or ("constant", array).
+      residuals: the source of each residual of backward: ("operand" | "result", number) or ("constant", array). Saved
+        values are further results of forward.
       saved: how many further results forward has.
       backward: residuals, cotangents of `active` results -> gradients of `taken` operands.
       active: results that depend on the operands in question.
@@ -358,7 +357,7 @@ def _axis_of(aval, at) -> int:
 
 
 def _result_dims(closed, dims, at) -> tuple:
-    """Where each result has the mapped axis; bits have it in front, what depends on no mapped operand nowhere."""
+    """Where each result has the mapped axis: bits in front, results that depend on no mapped operand nowhere."""
     jaxpr, _ = open_jaxpr(closed)
     mapped = {v for v, d in zip(jaxpr.invars, dims, strict=True) if d is not NOT_MAPPED}
     packed = set()
@@ -399,7 +398,7 @@ def _program_jvp(primals, tangents, *, jaxpr):
     split = split_of(closed, tuple(map(is_present, tangents)))
     forward = closed if split.forward is _ITSELF else split.forward
     results = run(forward, [*primals, *split.constants])
-    # Named here: a name that the user gives to a result names another value.
+    # Saved values are named here: a name that the user gives to a result names another value.
     for i in {i for kind, i in split.residuals if kind == "result"}:
         results[i] = checkpoint_name(results[i], SAVED)
     count = len(closed.out_avals)

@@ -270,7 +270,7 @@ class _Builder:
 
 
 def compute_dtype(dtype) -> np.dtype:
-    """In which values of a stored dtype are computed."""
+    """The dtype in which values of a stored dtype are computed."""
     dtype = np.dtype(dtype)
     if dtype in STORED:
         is_short = dtype in FLOAT8 or (dtype.itemsize == 2 and dtype.kind not in "iu")
@@ -314,7 +314,7 @@ def _rule(*names):
 
 
 def _elementwise(make):
-    """A rule for operations that compute each element from those at the same place."""
+    """A rule for operations that compute each element from the operands' elements at the same place."""
 
     def rule(builder, equation, *operands):
         count = max(map(len, operands))

@@ -10,8 +10,9 @@ minimum cut between the operands and what backward reads, where a value weighs t
   a boolean along the row         one bit in each direction
   random bits                     cost too much arithmetic to be computed again: the cut lies behind them
 
-What falls out: relu and dropout keep one bit per element, a norm of x keeps x and no statistics, a norm of x + y that
-returns the sum keeps the sum, tanh its result. Of cuts that weigh the same it is the one nearest to backward.
+Results of this rule: relu and dropout keep one bit per element. A norm of x keeps x and no statistics. A norm of x + y
+that returns the sum keeps the sum. tanh keeps its result. Among cuts of the same weight, the cut nearest to backward is
+taken.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from jaxnorm._rows.bits import pack, packed_aval, unpack
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.view import View
 
-# Calls that mean what their body means, derivatives included: equation -> body. (Those with rules of their own do not.)
+# Calls that mean what their body means, derivatives included: equation -> body. (Calls with rules of their own do not.)
 # `body_of` knows more of them.
 FOLLOWED: dict[str, Callable] = {
     name: functools.partial(lambda body, eqn: eqn.params[body], body)
@@ -42,7 +43,7 @@ FOLLOWED: dict[str, Callable] = {
 
 
 def body_of(eqn):
-    """The body of a call that means what it means, derivatives included; None of other equations."""
+    """The body of a call that means what its body means, derivatives included; None for other equations."""
     name = eqn.primitive.name
     if name in FOLLOWED:
         return FOLLOWED[name](eqn)
@@ -75,7 +76,7 @@ class Flat:
       nodes: the equations, in order.
       operands, results: the values, or the literals, that go in and out.
       constants: arrays that the program holds, by value.
-      zeros: values that are 0 because they are linear in operands that are.
+      zeros: values that are 0 because they are linear in operands that are 0.
     """
 
     def __init__(self, closed, zero_operands: Iterable[int] = ()):
@@ -136,7 +137,7 @@ class Flat:
         return outputs
 
     def _undone(self, eqn, inputs) -> Atom | None:
-        """What the equation gives back, if its operand was made of that."""
+        """The value that an equation restores, if its operand was made of that value."""
         undoes = _INVERSES.get(eqn.primitive.name)
         node = undoes and self._producer.get(inputs[0])
         return node.inputs[0] if node and node.eqn.primitive.name == undoes else None
@@ -167,7 +168,7 @@ class Flat:
         return outputs
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether a value is 0 by its making: the gradient of what has no influence."""
+        """Whether a value is 0 by construction: the gradient of an operand that has no influence."""
         if isinstance(atom, Literal):
             return np.ndim(atom.val) == 0 and atom.val == 0
         if atom in self.zeros:
@@ -208,7 +209,7 @@ class Flat:
         """A program of some values from others.
 
         Args:
-          operands: values that are given; those that the program does not need too.
+          operands: values that are given, including values that the program does not need.
           results: what it returns.
           bits: booleans that are packed where they are operands or results.
           avals: of the operands, where they live elsewhere than here.
@@ -300,7 +301,7 @@ _LINEAR = {
 
 
 def _key(eqn, inputs):
-    """What equations have in common that compute the same; None if that cannot be told."""
+    """A key that equations have in common if they compute the same; None if there is no such key."""
     if eqn.effects or eqn.primitive.name in equations.CALLS:
         return None
     try:

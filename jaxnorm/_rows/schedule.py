@@ -24,15 +24,16 @@ from jaxnorm._rows.shared_memory import (
 # Registers of addresses, loop counters and intermediate results, besides what is held.
 REGISTERS_OTHER = 34
 # Where nothing is summed over rows, rows whose arrays have more bytes are fetched ahead: registers hold too few rows.
-# The least is for programs whose phases take time, the most for others that have one exchange a row at most.
+# The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
+# row.
 LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
 # Elements of a row, or of a block's part of it, beyond which one block of 1024 threads is not enough.
 LONG_PART = 16 * 1024
-# Of the shared memory of a ring whose stages have parts of rows, what rows may fill; the rest is fetched ahead.
+# The part of a ring's shared memory that rows may fill, where stages have parts of rows. The rest is fetched ahead.
 PARTS_FILL = 0.68
 # Elements of a row that a thread may have where that leaves fewer threads idle.
 SLOT_ELEMENTS = 40
-# So many instructions for each byte from or to memory cost no time: nothing needs to be kept from phase to phase.
+# This many instructions for each byte from or to memory cost no time: no value is kept from phase to phase.
 FREE_INSTRUCTIONS = 8
 
 
@@ -190,7 +191,7 @@ class _Scheduler:
     def _can_shift(self) -> bool:
         rows = self.program.row_sizes
         arrays = [*self.wholes, *self.phases.wholes]
-        # A block has rows that lie alike, every eighth one, which the blocks of many groups are too few for.
+        # The rows of a block lie alike, so a block has every eighth row. With many groups, blocks are too few for this.
         groups = math.prod(rows[: max((len(n.attr[0]) for n in self.phases.row_sums), default=0)])
         few = isinstance(groups, int) and groups * 8 <= self.device.multiprocessors
         return (
@@ -228,7 +229,7 @@ class _Scheduler:
             return "stream"
         if can_ring and self.levels and self._fetched_ahead():
             return "ring"
-        # Registers hold what a block of 1024 threads can have beside their work: 32 words of data each.
+        # Registers hold the data of a block of 1024 threads beside their work: 32 words for each thread.
         words = self.row_bytes / 4 + self.program.width * len(self.phases.row_sums)
         held = self.levels or self.sums
         return (
@@ -447,7 +448,7 @@ class _Scheduler:
         fewest = -(-part // most)
 
         def cost(slots):
-            """Threads without a slot cost what others do; more or less work for each thread costs little."""
+            """Threads without a slot cost as much as others; more or less work for each thread costs little."""
             idle = round_up(-(-part // slots), 32) * slots / part
             return idle * (1 + 0.05 * abs(math.log2(slots / wanted))), slots
 

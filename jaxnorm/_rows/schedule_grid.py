@@ -11,9 +11,9 @@ import dataclasses
 LANES = 512
 # Elements that a thread works on side by side, at most.
 ELEMENTS = 128
-# Of these, the slots that a thread should have at most.
+# The most slots that a thread should have.
 SLOTS = 2
-# Warps of a block that exchange, at most, and the ones of them for each exchange of a row.
+# The most warps of a block that exchange, and the most of these warps for each exchange of a row.
 EXCHANGING_WARPS = 16
 EXCHANGERS = 8
 # Bytes that a block writes while an exchange is under way, 2.5 us.

@@ -19,8 +19,8 @@ ROWS_MAX = 4
 # Bytes that the threads side by side read of a column: whole lines of memory where that leaves blocks small, at least
 # as many as memory gives at once.
 LINE, PIECE, SECTOR = 128, 64, 32
-# Words of rows in a thread's registers: where threads share rows, where each has its own, and at most. Where sums over
-# rows are among them, as many as leave several rows on their way.
+# Words of rows in a thread's registers: where threads share rows, where each thread has its own rows, where there are
+# sums over rows (so many that several rows are on their way), and at most.
 WORDS, WORDS_ALONE, WORDS_SUMS, WORDS_MAX = 32, 44, 48, 64
 # Instructions for an element, in all phases, from which on one value of each element stays in registers too.
 KEPT_INSTRUCTIONS = 30
@@ -150,7 +150,7 @@ class _Strided:
         width, line, piece = self.program.width, self._side(LINE), self._side(PIECE)
         for side in dict.fromkeys((line, piece)):
             sizes = [n for n in range(64, THREADS + 1, 32) if n // side > 1]
-            # Those first in which the fewest threads have a slot less.
+            # Sizes with which the fewest threads have a slot less come first.
             waste = {n: -(-width // (n // side)) * (n // side) / width for n in sizes}
             for threads in sorted(
                 sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)
@@ -168,7 +168,7 @@ class _Strided:
                 yield side, threads // side, threads, 1, words
 
     def _stream(self) -> Plan:
-        """Each phase reads rows again, which the L2 cache has if all blocks together have few of them at a time."""
+        """Each phase reads rows again, which the L2 cache has if all blocks together have few rows at a time."""
         side = self.asked.get("side", self._side(SECTOR if self.phases.count > 1 else LINE))
         lanes = self.asked.get("lanes", max(1, 2 * THREADS // side))
         side, threads = self._team(side, lanes)
@@ -205,14 +205,14 @@ class _Strided:
         return self.scheduler.kept(dataclasses.replace(plan, blocks=blocks))[1]
 
     def _blocks(self, plan) -> int:
-        """As many as there are registers for."""
+        """As many blocks as there are registers for."""
         registers = min(REGISTERS_MAX, -(-self._registers(plan) // 8) * 8)
         shared = shared_bytes(self.program, plan) + 1024
         most = min(32, 2048 // plan.threads, (self.device.shared_bytes + 1024) // shared)
         return max(1, min(most, REGISTERS // (registers * plan.threads)))
 
     def _registers(self, plan) -> int:
-        """About how many a thread needs."""
+        """About how many registers a thread needs."""
         of_rows = 0
         for number, nodes in enumerate(self.phases.evaluated(frozenset())):
             values: set[Node] = {

@@ -106,7 +106,7 @@ def slots_of_line(program: Program, vector: int) -> int:
 
 
 def part_slots(program: Program, plan: Plan) -> int:
-    """Slots of a panel that one of the blocks has that share a row."""
+    """Slots of a panel in one of the blocks that share a row."""
     if plan.grid:
         line = slots_of_line(program, plan.vector)
         return part_of_grid(slot_count(program, plan), plan.cluster, line)
@@ -152,7 +152,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
 
 
 def grid_memory(program: Program, plan: Plan) -> GridMemory:
-    """The same where blocks of a grid share rows."""
+    """Where shared memory is used, if blocks of a grid share rows."""
     phases = Phases(program)
     row_words = math.prod(program.row_sizes) * len(row_loads(program, phases))
     return GridMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)

@@ -27,7 +27,7 @@ class Writer:
 
 
 def addresses(program: Program, layout, row: str) -> str:
-    """How many elements before the one of this row and column 0 an array has."""
+    """How many elements an array has before column 0 of this row."""
     sizes = [n if isinstance(n, int) else f"d{k}" for k, n in enumerate(program.row_sizes)]
     if in_row_order(layout, program.row_sizes) and layout.strides:
         step = layout.strides[-1][1]
@@ -35,7 +35,7 @@ def addresses(program: Program, layout, row: str) -> str:
     terms, index = [], 0
     strides = sorted(layout.strides)
     while index < len(strides):
-        # Neighbours that lie like one dimension are one.
+        # Neighbouring dimensions that lie like one dimension are merged.
         last = index
         while (
             last + 1 < len(strides)

@@ -1,7 +1,7 @@
 """Schedules that were measured on a GPU: which ones to try, how long each takes, and where the fastest one is kept.
 
-What is kept is what was asked of `schedule`, such as {"lanes": 256}, not a plan: `schedule` makes a plan of it for the
-program that is there. So an entry can make a program slow, but not wrong.
+An entry is not a plan but what was asked of `schedule`, such as {"lanes": 256}: `schedule` makes a plan of it for the
+program at hand. So an entry can make a program slow, but not wrong.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ FIELDS = {
 }
 # Elements that a thread works on side by side: the code is unrolled for each.
 ELEMENTS_MAX = 128
-# A schedule is kept where it is so much faster than the one that `schedule` chooses.
+# A schedule is kept if it is faster by this part of the time than the schedule that `schedule` chooses.
 LEAST_GAIN = 0.02
 FINALISTS = 4
 ENTRY_BYTES = 1 << 14
@@ -110,7 +110,7 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
 
 
 def _add_grids(add: Callable[..., Plan], plan: Plan) -> None:
-    """Candidates near a schedule whose rows are shared by blocks of the grid, and the one without it."""
+    """Candidates near a schedule whose rows are shared by blocks of the grid, and the schedule without sharing."""
     add(grid=0)
     for groups in sorted({1, 2, 4, 8, plan.grid // 2, plan.grid * 2} & set(FIELDS["grid"]) - {0}):
         for lag in sorted({2, 4, 8, plan.lag}):
@@ -122,7 +122,7 @@ def _add_grids(add: Callable[..., Plan], plan: Plan) -> None:
 
 
 def _add_strided(default: Plan, add: Callable) -> None:
-    """Schedules near one of rows that lie side by side."""
+    """Schedules near a schedule of rows that lie side by side."""
     for rows in FIELDS["rows_at_once"]:
         add(rows_at_once=rows)
     for side in FIELDS["side"][2:]:
@@ -178,7 +178,7 @@ def folder() -> pathlib.Path | None:
 
 
 def _head(source: str, device: Device) -> dict:
-    """What an entry is for. The source is that under the chosen schedule, which has no number of rows in it."""
+    """What an entry is for. The source is the text under the chosen schedule, and has no number of rows in it."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     return {"program": digest, "gpu": device.name, "jaxnorm": _lib.VERSION}
 
@@ -216,7 +216,7 @@ def forget(source: str, device: Device) -> None:
 
 
 def kept(source: str, device: Device) -> dict | None:
-    """What to ask of `schedule` for a program; None if nothing was kept, or what was is not to be trusted."""
+    """What to ask of `schedule` for a program; None if there is no entry, or no trustworthy one."""
     path, head = folder(), _head(source, device)
     if path is None:
         return None

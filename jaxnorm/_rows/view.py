@@ -500,7 +500,7 @@ class View:
         )
 
     def stored(self, value) -> Layout:
-        """How an argument or result lies: with its columns last, or where rows lie side by side, those last."""
+        """How an argument or result lies: with its columns last, or with its rows last if they lie side by side."""
         layout = self.layout(value)
         last = len(self._rows) - 1
         if self.neighbours == 1:

@@ -464,6 +464,12 @@ BAD_CALLS = {
     "norm bwd: dx of other shape": norm_bwd(results=(S((2, 4), F32), *NORM_BWD_RESULTS[1:])),
     "norm bwd: operand missing": norm_bwd(operands=np.int64(2)),
     "norm bwd: operand too many": norm_bwd(ones(2, 3)),
+    "norm bwd: gradients of two dtypes": (
+        "norm_bwd",
+        (S((2, 3), np.float16), S((1, 3), np.float16), S((1, 3), F32)),
+        [*(ones(2, 3, dtype=np.float16) for _ in range(2)), ones(2, 1), ones(2, 1)],
+        NORM_BWD,
+    ),
     "norm bwd: statistics missing": (
         "norm_bwd",
         NORM_BWD_RESULTS,

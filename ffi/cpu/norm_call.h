@@ -293,8 +293,9 @@ inline Error ParseNormBwd(ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::RemainingArg
   for (auto [bit, result] : {std::pair{kNormScale, &args->dscale}, std::pair{kNormBias, &args->dbias}}) {
     if (!(need & bit)) continue;
     JAXNORM_RETURN_IF_ERROR(Next(results, &next, &buffer));
-    args->gradient_dtype = TypeOf(buffer);
+    if (args->dscale == nullptr) args->gradient_dtype = TypeOf(buffer);
     JAXNORM_CHECK(args->gradient_dtype == dtype || args->gradient_dtype == acc);
+    JAXNORM_CHECK(TypeOf(buffer) == args->gradient_dtype);
     JAXNORM_CHECK(static_cast<int64_t>(buffer.element_count()) == args->shape.groups * args->shape.cols);
     *result = buffer.untyped_data();
   }

@@ -35,7 +35,7 @@ struct GroupArray {
   }
 };
 
-// Operands and results of one launch, by the names of jaxnorm/_batch_norm_primitives.py.
+// Operands and results of one launch, by the names of jaxnorm/_ops/batch_norm_primitives.py.
 struct GroupArrays {
   GroupArray x, dy, y, bits, mean, var, count, scale, bias, residual, dbias, dscale, dmean, dvar, dx, dresidual;
 };

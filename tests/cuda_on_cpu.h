@@ -1,5 +1,5 @@
-// Runs CUDA kernels on the CPU, to test row programs without a GPU. In place of jaxnorm/_rows/machine.cuh this header
-// offers its functions, and the part of CUDA C++ that functions.cuh and kernels use. tests/row_emulator.py compiles and
+// Runs CUDA kernels on the CPU, to test row programs without a GPU. In place of machine.cuh and exchange.cuh
+// (jaxnorm/_rows) this header offers their functions, and the part of CUDA C++ that functions.cuh and kernels use. tests/row_emulator.py compiles and
 // calls.
 //
 // All threads of a cluster's blocks are fibers of one CPU thread. A fiber runs until it waits for other threads, so a
@@ -423,11 +423,13 @@ bool arrives_last(u64* barrier);
 void bulk_load(char* to, const char* from, u32 bytes, u64* barrier);
 void cluster_sync(int line = __builtin_LINE());
 void cluster_send(u32* place, int rank, u32 value, u64* barrier);
-void post_write(char* post, u64 value);
+#endif
+constexpr u64 kPostTag = 0x9d3b5c71e86f0000ull;
+void post_write(char* post, u64 value, u64 tag = kPostTag);
+u64 post_load(const char* post, bool wanted, u64& value, u64 tag);
 bool post_read(const char* post, bool wanted, u64& value, int line = __builtin_LINE());
 int post_count(char* post);
 void post_clear(char* post);
-#endif
 
 // ---- the emulator's inside, compiled once ----
 
@@ -1016,19 +1018,24 @@ void cluster_send(u32* place, int rank, u32 value, u64* barrier) {
   if (order == 2 || (order == 3 && random_below(2))) land(copies.size() - 1);
 }
 
-static constexpr u64 kPostTag = 0x9d3b5c71e86f0000ull;
 static u64* find_post(const char* post) {
   if ((u64)post % 16) fail("a post at a misaligned address");
   check_read(post, 16, 16, "a post");
   return (u64*)post;
 }
-void post_write(char* post, u64 value) {
+void post_write(char* post, u64 value, u64 tag) {
   u64* const words = find_post(post);
-  if (words[0] >> 16 == kPostTag >> 16) fail("two values are written to one post");
-  words[0] = kPostTag, words[1] = value;
+  if (words[0] >> 16 == tag >> 16) fail("two values are written to one post");
+  words[0] = tag, words[1] = value;
   const std::vector<Thread*> readers = std::move(post_readers);
   post_readers.clear();
   release(readers.data(), readers.size());
+}
+u64 post_load(const char* post, bool wanted, u64& value, u64 tag) {
+  if (!wanted) return tag;
+  const u64* const words = find_post(post);
+  value = words[1];
+  return words[0];
 }
 // Waits for another post where this one is not there: a loop that asks again and again would keep all others waiting.
 bool post_read(const char* post, bool wanted, u64& value, int line) {

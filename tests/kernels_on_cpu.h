@@ -33,17 +33,6 @@ DEVICE void StoreWords(void* p, uint4 words) {
   *(uint4*)p = words;
 }
 DEVICE void PrefetchToL2(const void*) {}  // also of lines that are not there
-DEVICE void WriteAtOnce(void* p, u64 low, u64 high) {
-  emulator::check_read(p, 16, 16, "WriteAtOnce");
-  ((u64*)p)[0] = low, ((u64*)p)[1] = high;
-}
-DEVICE void ReadAtOnce(const void* p, u64& low, u64& high) {
-  emulator::check_read(p, 16, 16, "ReadAtOnce");
-  low = ((const u64*)p)[0], high = ((const u64*)p)[1];
-}
-DEVICE void ReadAtOnce(const void* p, u64& low, u64& high, bool wanted) {
-  if (wanted) ReadAtOnce(p, low, high);
-}
 DEVICE u64 atomicAdd(u64* p, u64 value) {
   const u64 before = *p;
   *p += value;

@@ -1,4 +1,4 @@
-"""Runs the kernels of a row program's call on the CPU, with cuda_on_cpu.h in place of machine.cuh."""
+"""Runs the kernels of a row program's call on the CPU, with cuda_on_cpu.h in place of machine.cuh and exchange.cuh."""
 
 import ctypes
 import functools
@@ -15,7 +15,9 @@ import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
 HEADER = HERE / "cuda_on_cpu.h"
-MACHINE = HERE.parent / "jaxnorm" / "_rows" / "machine.cuh"
+ROWS = HERE.parent / "jaxnorm" / "_rows"
+# The header stands in for the text of these files, in this order.
+REPLACED = (ROWS / "machine.cuh", ROWS / "exchange.cuh")
 # Sanitizers that need no library: cuda_on_cpu.h defines the functions that GCC calls.
 FLAGS = (
     "-std=c++17 -O1 -fPIC -fvisibility=hidden -fno-gnu-unique -fno-strict-aliasing -fwrapv"
@@ -78,10 +80,10 @@ def _inside(architecture: int) -> pathlib.Path:
 
 @functools.cache
 def _library(source: str, kernels: tuple[str, ...], architecture: int) -> ctypes.CDLL:
-    machine = MACHINE.read_text().strip()
+    machine = "".join(path.read_text() for path in REPLACED).strip()
     before, found, after = source.partition(machine)
     if not found:
-        raise ValueError("the source does not hold the text of machine.cuh")
+        raise ValueError("the source does not hold the text of machine.cuh and exchange.cuh")
     line = 1 + before.count("\n") + machine.count("\n")
     emulate = "".join(f"EMULATE({kernel})\n" for kernel in kernels)
     text = f'#include "{HEADER.name}"\n#line 1 "source.cu"\n{before}\n#line {line} "source.cu"\n{after}\n{emulate}'

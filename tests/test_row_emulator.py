@@ -14,8 +14,8 @@ from row_emulator import EmulatorError
 
 pytestmark = pytest.mark.skipif(not row_emulator.supported(), reason="needs Linux and g++")
 
-ROWS = row_emulator.MACHINE.parent
-PREFIX = row_emulator.MACHINE.read_text() + (ROWS / "functions.cuh").read_text()
+MACHINE = "".join(path.read_text() for path in row_emulator.REPLACED)
+PREFIX = MACHINE + (row_emulator.ROWS / "functions.cuh").read_text()
 ORDERS = ("forward", "reverse", "random")
 KINDS = ("char", "short", "int", "long long")
 
@@ -620,7 +620,7 @@ def test_errors_of_calls():
         )
     with pytest.raises(EmulatorError, match="too many"):
         run_body("", shared_bytes=228 * 1024)
-    with pytest.raises(ValueError, match=r"does not hold the text of machine\.cuh"):
+    with pytest.raises(ValueError, match=r"does not hold the text of machine\.cuh and exchange"):
         row_emulator.run(launches.call(""), [], [])
 
 
@@ -695,8 +695,8 @@ def test_static_shared_memory_of_a_cluster():
 
 
 def test_machine_is_complete():
-    """Each function and type of machine.cuh has its counterpart."""
-    names = re.findall(r"^DEVICE [\w:&* ]+?(\w+)\(", row_emulator.MACHINE.read_text(), re.MULTILINE)
+    """Each function and type of machine.cuh and exchange.cuh has its counterpart."""
+    names = re.findall(r"^DEVICE [\w:&* ]+?(\w+)\(", MACHINE, re.MULTILINE)
     assert len(names) > 15
     header = row_emulator.HEADER.read_text()
     inside = {"shared_address"}

@@ -476,6 +476,6 @@ def _resident(operation, call: Call, each, device, partials: int, scratch: int) 
         f"batch_norm_{operation}", layout.blocks, layout.threads, arguments,
         shared_bytes=layout.shared_bytes, cooperative=True,
     )  # fmt: skip
-    files = (*_FILES, "exchange", "batch_norm_resident", "batch_norm_merge", "batch_norm_exchange")
+    files = (*_FILES, "posts", "batch_norm_resident", "batch_norm_merge", "batch_norm_exchange")
     files = (*files, f"batch_norm_{operation}")
     return Part(files, constants, (launch,), _sizes(arguments), layout.posts * 4)

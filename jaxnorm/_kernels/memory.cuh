@@ -91,29 +91,6 @@ DEVICE void StoreWords(void* p, uint4 words) {
 // Asks L2 for the line of an address.
 DEVICE void PrefetchToL2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
 
-// Write or read 16 bytes at once, for the exchange between blocks.
-DEVICE void WriteAtOnce(void* p, u64 low, u64 high) {
-  asm volatile("{\n .reg .b128 v;\n mov.b128 v, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(
-                   __cvta_generic_to_global(p)),
-               "l"(low), "l"(high)
-               : "memory");
-}
-DEVICE void ReadAtOnce(const void* p, u64& low, u64& high) {
-  asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
-               : "=l"(low), "=l"(high)
-               : "l"(__cvta_generic_to_global(p))
-               : "memory");
-}
-// Without a branch: leaves `low` and `high` alone unless they are wanted.
-DEVICE void ReadAtOnce(const void* p, u64& low, u64& high, bool wanted) {
-  asm volatile(
-      "{\n .reg .b128 v;\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.b128 v, {%0, %1};\n"
-      " @p ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
-      : "+l"(low), "+l"(high)
-      : "l"(__cvta_generic_to_global(p)), "r"((u32)wanted)
-      : "memory");
-}
-
 // ---- shared memory, by its address: from a pointer, the compiler computes it again for every access ----
 
 DEVICE u32 SharedAddress(const void* p) { return Kept((u32)__cvta_generic_to_shared(p)); }

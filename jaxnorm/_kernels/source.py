@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 _HERE = pathlib.Path(__file__).parent
-_MACHINE = _HERE.parent / "_rows" / "machine.cuh"
+_ROWS = _HERE.parent / "_rows"
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 
 
@@ -28,7 +28,7 @@ def without_comments(text: str) -> str:
 
 def machine() -> list[str]:
     """The parts of each text that use instructions of the machine."""
-    return [_text(_MACHINE), _bare("memory")]
+    return [_text(_ROWS / "machine.cuh"), _text(_ROWS / "exchange.cuh"), _bare("memory")]
 
 
 def assemble(

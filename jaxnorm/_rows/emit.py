@@ -30,7 +30,9 @@ from jaxnorm._rows.text import product
 def preamble() -> str:
     """The text in front of the kernels."""
     here = pathlib.Path(__file__).parent
-    return "".join((here / name).read_text() for name in ("machine.cuh", "functions.cuh"))
+    return "".join(
+        (here / name).read_text() for name in ("machine.cuh", "exchange.cuh", "functions.cuh")
+    )
 
 
 def emit(program: Program, plan: Plan, kernel: str = "jaxnorm_row_program") -> str:

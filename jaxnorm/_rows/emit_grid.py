@@ -187,11 +187,8 @@ class Grid(Sums, Reductions):
     def _exchanging_warp(self, level):
         """Combines the partial results of a block's warps, and then of all blocks that share the row.
 
-        A post is 16 bytes that are written at once and read at once: two partial results, and the tag, a number that
-        memory has nowhere else. A value that is read with the tag is of this launch, whatever the memory held before,
-        so the order of no other access matters. The next launch, of a graph or of another call, may get the
-        same memory, and its tag is the same. Hence the last block that has read the posts of a row removes their tags.
-        The low bits of the first post's tag count the blocks; a block counts when all its loads have returned values.
+        A post (exchange.cuh) has two partial results. The low bits of the tag of a row's first post count the blocks
+        that have read the row's posts. The last of these blocks removes the tags.
         """
         plan, w, blocks = self.plan, self.w, self.plan.cluster
         reductions = self.phases.reductions[level]

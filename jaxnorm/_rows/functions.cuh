@@ -1,4 +1,4 @@
-// Functions that row programs call, in plain C++ over machine.cuh.
+// Functions that row programs call, in plain C++ over machine.cuh and exchange.cuh.
 #define INFINITE __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fffffff)
 #define INFINITE64 __longlong_as_double(0x7ff0000000000000ll)

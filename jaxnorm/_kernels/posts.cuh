@@ -1,9 +1,5 @@
-// Values that blocks of a launch leave in global memory for each other. All blocks of the launch must be running.
-//
-// A post is 16 bytes, written and read at once; 8 of them are the launch's tag. A value that is found with this tag is
-// therefore a value of this launch, whatever else the memory held, and no order of stores matters. A CUDA graph repeats
-// a launch with the same tag: the last reader of a post clears it. The lowest 16 bits of a tag are for counting.
-constexpr u64 kTagStep = 1 << 16;
+// Posts (exchange.cuh) of two sums.
+constexpr u64 kTagStep = 1 << 16;  // the lowest 16 bits of a tag are for counting
 
 // Two sums.
 struct Sums {
@@ -34,20 +30,13 @@ DEVICE bool AllThere(bool there) { return __all_sync(kAllLanes, there); }
 struct alignas(16) Post {
   u64 tag, value;
 
-  __device__ __forceinline__ void Write(Sums sums, u64 launch) { WriteAtOnce(this, launch, BitsAs<u64>(sums)); }
+  __device__ __forceinline__ void Write(Sums sums, u64 launch) { post_write((char*)this, BitsAs<u64>(sums), launch); }
   __device__ __forceinline__ void Clear() { tag = 0; }
 
   // Whether the post has arrived.
   __device__ __forceinline__ bool TryRead(u64 launch, Sums& sums) const {
-    u64 found, read;
-    ReadAtOnce(this, found, read);
-    sums = BitsAs<Sums>(read);
-    return found / kTagStep == launch / kTagStep;
-  }
-  // Without a branch. A post that is not `wanted` counts as arrived, and `sums` stays unchanged.
-  __device__ __forceinline__ bool TryRead(u64 launch, Sums& sums, bool wanted) const {
-    u64 found = launch, read = BitsAs<u64>(sums);
-    ReadAtOnce(this, found, read, wanted);
+    u64 read = 0;
+    const u64 found = post_load((const char*)this, true, read, launch);
     sums = BitsAs<Sums>(read);
     return found / kTagStep == launch / kTagStep;
   }

@@ -56,7 +56,7 @@ def factors(devices, of):
 # ---- devices ----
 
 
-def torn(blocks: Blocks) -> bool:
+def cuts_bytes(blocks: Blocks) -> bool:
     """Whether the blocks of an array do not hold whole bytes of its bits, so that each device has all of its rows'."""
     last = len(blocks.shape) - 1
     return blocks.count(last) > 1 and blocks.size(last) % 8 != 0
@@ -66,7 +66,7 @@ def tiles(blocks: Blocks, of):
     """How the bits of an array that broadcasts to the whole are cut."""
     *lead, last = range(len(blocks.shape))
     alike = [i for i in lead if of[i] == blocks.shape[i]]
-    return blocks.tiles_along(alike if torn(blocks) else [*alike, last])
+    return blocks.tiles_along(alike if cuts_bytes(blocks) else [*alike, last])
 
 
 def pack_block(blocks: Blocks, keep):

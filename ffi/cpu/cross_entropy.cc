@@ -197,16 +197,16 @@ struct BlockLabels {
 
 // FinishRow for a block of rows without a mask.
 template <typename A>
-JAXNORM_SIMD_CLONES void FinishBlock(const BlockSums<A>& sums, const BlockLabels<A>& of, int64_t rows, int64_t columns,
-                                     A smoothing, A* lse, A* nll) {
+JAXNORM_SIMD_CLONES void FinishBlock(const BlockSums<A>& sums, const BlockLabels<A>& block, int64_t rows,
+                                     int64_t columns, A smoothing, A* lse, A* nll) {
   const A of_label = 1 - smoothing, of_class = smoothing / static_cast<A>(columns);
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {
     const A shift = FiniteShift(sums.max[r]), log_sum = Log(sums.sum[r]);
-    const A picked = (of.x_label[r] - shift) * of_label, spread = sums.deviation[r] * of_class;
+    const A picked = (block.x_label[r] - shift) * of_label, spread = sums.deviation[r] * of_class;
     const A loss = log_sum - (smoothing < 1 ? picked : A{0}) - (smoothing != 0 ? spread : A{0});
     lse[r] = shift + log_sum;
-    nll[r] = of.valid[r] != 0 ? loss : std::numeric_limits<A>::quiet_NaN();
+    nll[r] = block.valid[r] != 0 ? loss : std::numeric_limits<A>::quiet_NaN();
   }
 }
 
@@ -218,15 +218,15 @@ struct BlockNumbers : BlockLabels<A> {
 
 // The results at the labels: a * e^(x - lse) - base - b_label * b.
 template <typename A, typename T>
-JAXNORM_INLINE void WriteLabels(const BlockNumbers<A>& of, int64_t rows, int64_t row_pitch, int64_t pitch, A b_label,
+JAXNORM_INLINE void WriteLabels(const BlockNumbers<A>& block, int64_t rows, int64_t row_pitch, int64_t pitch, A b_label,
                                 T* out) {
   alignas(64) A results[kMaxWidth<A>];
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {
-    results[r] = (of.a[r] * Exp(of.x_label[r] - of.lse[r]) - of.base[r]) - of.b[r] * b_label;
+    results[r] = (block.a[r] * Exp(block.x_label[r] - block.lse[r]) - block.base[r]) - block.b[r] * b_label;
   }
   for (int64_t r = 0; r < rows; ++r) {
-    if (of.valid[r]) out[of.labels[r] * pitch + r * row_pitch] = FromAcc<T>(results[r]);
+    if (block.valid[r]) out[block.labels[r] * pitch + r * row_pitch] = FromAcc<T>(results[r]);
   }
 }
 
@@ -234,7 +234,7 @@ JAXNORM_INLINE void WriteLabels(const BlockNumbers<A>& of, int64_t rows, int64_t
 // not valid.
 template <typename T>
 JAXNORM_SIMD_CLONES void WriteBlock(const T* x, int64_t pitch, int64_t rows, int64_t columns, Acc<T> b_label,
-                                    const BlockNumbers<Acc<T>>& of, T* out) {
+                                    const BlockNumbers<Acc<T>>& block, T* out) {
   using A = Acc<T>;
   constexpr bool kDirect = std::is_same_v<T, A>;
   alignas(64) A buffer[kMaxWidth<A>];
@@ -244,12 +244,12 @@ JAXNORM_SIMD_CLONES void WriteBlock(const T* x, int64_t pitch, int64_t rows, int
     if constexpr (kDirect) results = out + c * pitch;
 #pragma omp simd
     for (int64_t r = 0; r < rows; ++r) {
-      const A value = of.a[r] * Exp(z[r] - of.lse[r]) - of.base[r];
-      results[r] = of.valid[r] ? value : A{0};
+      const A value = block.a[r] * Exp(z[r] - block.lse[r]) - block.base[r];
+      results[r] = block.valid[r] ? value : A{0};
     }
     if constexpr (!kDirect) FromAccRun<T>(results, out + c * pitch, rows);
   }
-  WriteLabels(of, rows, 1, pitch, b_label, out);
+  WriteLabels(block, rows, 1, pitch, b_label, out);
 }
 
 // out = a * e^(x - lse) - base, 0 where masked.
@@ -390,12 +390,12 @@ Error ForBlocks(ffi::ThreadPool& pool, const AxisShape& shape, F f) {
 // `pitch`.
 template <typename T>
 void LoadLabels(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch, int64_t pitch,
-                BlockLabels<Acc<T>>* of) {
-  LoadNumbers(args.labels, args.shape.rows(), row, rows, of->labels);
+                BlockLabels<Acc<T>>* block) {
+  LoadNumbers(args.labels, args.shape.rows(), row, rows, block->labels);
   for (int64_t r = 0; r < rows; ++r) {
-    const int32_t label = of->labels[r];
-    of->valid[r] = label >= 0 && label < args.shape.axis;
-    of->x_label[r] = of->valid[r] ? ToAcc(x[label * pitch + r * row_pitch]) : Acc<T>{0};
+    const int32_t label = block->labels[r];
+    block->valid[r] = label >= 0 && label < args.shape.axis;
+    block->x_label[r] = block->valid[r] ? ToAcc(x[label * pitch + r * row_pitch]) : Acc<T>{0};
   }
 }
 
@@ -405,24 +405,24 @@ void ForwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
   const int64_t pitch = args.shape.inner, columns = args.shape.axis;
   const T* x = RowOf<T>(args.x, row);
   BlockSums<A> sums;
-  BlockLabels<A> of;
+  BlockLabels<A> block;
   SumBlock(x, pitch, rows, columns, args.smoothing != 0, &sums);
-  LoadLabels(args, x, row, rows, 1, pitch, &of);
-  FinishBlock(sums, of, rows, columns, static_cast<A>(args.smoothing), static_cast<A*>(args.lse_out) + row,
+  LoadLabels(args, x, row, rows, 1, pitch, &block);
+  FinishBlock(sums, block, rows, columns, static_cast<A>(args.smoothing), static_cast<A*>(args.lse_out) + row,
               static_cast<A*>(args.nll) + row);
 }
 
 // LoadLabels, and the other numbers of the rows.
 template <typename T>
 void LoadBlockNumbers(const CrossEntropyArgs& args, const T* x, int64_t row, int64_t rows, int64_t row_pitch,
-                      int64_t pitch, BlockNumbers<Acc<T>>* of) {
+                      int64_t pitch, BlockNumbers<Acc<T>>* block) {
   using A = Acc<T>;
-  LoadLabels(args, x, row, rows, row_pitch, pitch, of);
-  LoadNumbers(args.lse, args.shape.rows(), row, rows, of->lse);
-  LoadNumbers(args.a, args.shape.rows(), row, rows, of->a);
-  LoadNumbers(args.b, args.shape.rows(), row, rows, of->b);
+  LoadLabels(args, x, row, rows, row_pitch, pitch, block);
+  LoadNumbers(args.lse, args.shape.rows(), row, rows, block->lse);
+  LoadNumbers(args.a, args.shape.rows(), row, rows, block->a);
+  LoadNumbers(args.b, args.shape.rows(), row, rows, block->b);
   const A of_class = static_cast<A>(args.smoothing) / static_cast<A>(args.shape.axis);
-  for (int64_t r = 0; r < rows; ++r) of->base[r] = of->b[r] * of_class;
+  for (int64_t r = 0; r < rows; ++r) block->base[r] = block->b[r] * of_class;
 }
 
 template <typename T>
@@ -430,9 +430,9 @@ void BackwardBlock(const CrossEntropyArgs& args, int64_t row, int64_t rows) {
   const int64_t pitch = args.shape.inner, columns = args.shape.axis;
   const T* x = RowOf<T>(args.x, row);
   T* out = static_cast<T*>(args.out) + (row / pitch * columns * pitch + row % pitch);
-  BlockNumbers<Acc<T>> of;
-  LoadBlockNumbers(args, x, row, rows, 1, pitch, &of);
-  WriteBlock(x, pitch, rows, columns, static_cast<Acc<T>>(1 - args.smoothing), of, out);
+  BlockNumbers<Acc<T>> block;
+  LoadBlockNumbers(args, x, row, rows, 1, pitch, &block);
+  WriteBlock(x, pitch, rows, columns, static_cast<Acc<T>>(1 - args.smoothing), block, out);
 }
 
 template <typename T>
@@ -450,17 +450,17 @@ JAXNORM_SIMD_CLONES void BackwardShortRows(const CrossEntropyArgs& args, int64_t
     LoadBlockNumbers(args, x, row, rows, columns, 1, &numbers);
     const A* z = ReadTile(x, size, in_place, values.data);
     A* to = WriteTile(out, in_place, results.data);
-    const BlockNumbers<A>& of = numbers;
+    const BlockNumbers<A>& block = numbers;
     DispatchVector(columns, [&](auto vector) JAXNORM_INLINE_LAMBDA {
       WriteRows<vector>(
           rows, columns,
-          [=, &of](int64_t r, int64_t c) JAXNORM_INLINE_LAMBDA {
-            const A value = of.a[r] * Exp(z[r * columns + c] - of.lse[r]) - of.base[r];
-            return of.valid[r] ? value : A{0};
+          [=, &block](int64_t r, int64_t c) JAXNORM_INLINE_LAMBDA {
+            const A value = block.a[r] * Exp(z[r * columns + c] - block.lse[r]) - block.base[r];
+            return block.valid[r] ? value : A{0};
           },
           to);
     });
-    WriteLabels(of, rows, columns, 1, static_cast<A>(1 - args.smoothing), to);
+    WriteLabels(block, rows, columns, 1, static_cast<A>(1 - args.smoothing), to);
     StoreTile(to, size, in_place, out);
   }
 }

@@ -235,10 +235,10 @@ struct Constants {
 
   __device__ __forceinline__ Vec<A, kCols> GetAll(int which) const {
     struct Parts {
-      Vec<A, kWidth> of[kParts];
+      Vec<A, kWidth> vectors[kParts];
     } parts;
 #pragma unroll
-    for (int q = 0; q < kParts; ++q) parts.of[q] = Get(which, q);
+    for (int q = 0; q < kParts; ++q) parts.vectors[q] = Get(which, q);
     return BitsAs<Vec<A, kCols>>(parts);
   }
 };

@@ -84,12 +84,12 @@ def _fwd(call: Call, each: list[Round], device: Device) -> Part:
     batch = call.batch(1 + residual)
     step = 4 if ragged else batch  # lines
     lines = Lines.of(call.shape, _forward_columns(call))
-    at_once = (3 if call.dtype.itemsize == 2 else 2) * device.multiprocessors
+    blocks_at_once = (3 if call.dtype.itemsize == 2 else 2) * device.multiprocessors
     view = bits_view(call.shape, lines)
     launches, arguments = [], {}
     for r in each:
         spans = Spans.of(
-            lines, r.groups, at_once, _ELEMENTWISE_WAVES, step, 2 * batch // step,
+            lines, r.groups, blocks_at_once, _ELEMENTWISE_WAVES, step, 2 * batch // step,
             r.aligned("x", "residual", "y"),
         )  # fmt: skip
         arguments = {
@@ -152,8 +152,8 @@ def _reduce_lines(call: Call, rows: bool) -> Lines:
     """The lines of a reduction. `rows`: a block may work on several at once (not where it moves bits)."""
     if not rows:
         return Lines.of(call.shape, _tile_columns(call))
-    few = _MAX_TILE_CHANNELS * min(call.shape.inner, call.threads)
-    lines = Lines.of(call.shape, min(call.threads * COLUMNS, few))
+    most_columns = _MAX_TILE_CHANNELS * min(call.shape.inner, call.threads)
+    lines = Lines.of(call.shape, min(call.threads * COLUMNS, most_columns))
     return dataclasses.replace(lines, rows=call.threads // (lines.tile // COLUMNS))
 
 
@@ -185,8 +185,10 @@ def _final(call: Call, r: Round, lines: Lines, spans: Spans, other, results, dev
     tile_bits = span_bits = 0
     while 1 << (tile_bits + span_bits) < _FINAL_THREADS and 1 << tile_bits < tiles:
         tile_bits += 1
-    at_once = _FINAL_AT_ONCE if one_tile else 1
-    while 1 << (tile_bits + span_bits) < _FINAL_THREADS and at_once << span_bits < spans.spans:
+    spans_at_once = _FINAL_AT_ONCE if one_tile else 1
+    while (
+        1 << (tile_bits + span_bits) < _FINAL_THREADS and spans_at_once << span_bits < spans.spans
+    ):
         span_bits += 1
     blocks = (lines.channels - 1) // (_FINAL_THREADS >> (tile_bits + span_bits)) + 1
     structure = [
@@ -253,9 +255,9 @@ def _reduce(call, each, device, lines, kind: _Reduction, room: int, scratch: int
     for r in each:
         most = room // (r.groups * lines.tiles * lines.slots)
         # No more blocks than run at once: each block has partial results to merge and to write.
-        at_once = _REDUCE_BLOCKS * device.multiprocessors
+        blocks_at_once = _REDUCE_BLOCKS * device.multiprocessors
         aligned = r.aligned(*kind.arrays)
-        spans = Spans.of(lines, r.groups, at_once, 1, kind.batch, 1, aligned, most)
+        spans = Spans.of(lines, r.groups, blocks_at_once, 1, kind.batch, 1, aligned, most)
         lanes = 1
         while lanes < 32 and lines.slots * lanes * 2 <= lines.threads:
             lanes *= 2

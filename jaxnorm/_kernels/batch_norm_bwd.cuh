@@ -8,11 +8,11 @@ enum : int { kMean, kFactor, kSlope, kOffset, kNumbers };
 constexpr int kFirstBits = 16;  // a thread's bytes of bits that are loaded before cells are copied
 
 // Operands of a channel, as loaded: arithmetic would wait for the loads.
-struct Known {
+struct ChannelOperands {
   float mean, var, scale;
 };
 
-DEVICE Known LoadKnown(const GroupArrays& arrays, u32 channel) {
+DEVICE ChannelOperands LoadOperands(const GroupArrays& arrays, u32 channel) {
   return {arrays.mean.Of<float>(0)[channel], arrays.var.Of<float>(0)[channel],
           arrays.scale ? arrays.scale.Of<float>(0)[channel] : 1};
 }
@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   [[maybe_unused]] const u8* const bits = BWD_BITS == kNoBits ? nullptr : arrays.bits.Of<u8>(0);
   const auto load_bits = [&](u32 turn) { return bits[(block.at + turn * block.stride) / kCols]; };
   // These loads come before the copies: behind the copies they would arrive last.
-  Known known;
-  if (threadIdx.x < plan.slots) known = LoadKnown(arrays, block.first_channel + threadIdx.x);
+  ChannelOperands operands;
+  if (threadIdx.x < plan.slots) operands = LoadOperands(arrays, block.first_channel + threadIdx.x);
   [[maybe_unused]] u8 first_bits[kFirstBits];
   if constexpr (BWD_BITS != kNoBits) {
 #pragma unroll
@@ -38,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   tile.Copy(plan, shared_bytes);
 #pragma unroll 1
   for (u32 slot = threadIdx.x; slot < plan.slots; slot += blockDim.x) {
-    if (slot >= blockDim.x) known = LoadKnown(arrays, block.first_channel + slot);
-    block.Number(kMean, slot) = known.mean;
-    const float rstd = rsqrt(known.var + epsilon);
-    block.Number(kFactor, slot) = rstd * known.scale;
+    if (slot >= blockDim.x) operands = LoadOperands(arrays, block.first_channel + slot);
+    block.Number(kMean, slot) = operands.mean;
+    const float rstd = rsqrt(operands.var + epsilon);
+    block.Number(kFactor, slot) = rstd * operands.scale;
     block.Number(kSlope, slot) = rstd;
   }
   if constexpr (BWD_BITS != kNoBits) {
@@ -98,15 +98,15 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   const u64 left_before = threadIdx.x == 0 ? Leave(block) : 0;
   const auto factor = block.Numbers(kFactor), slope = block.Numbers(kSlope), offset = block.Numbers(kOffset);
   T* const dx = arrays.dx.Of<T>(0);
-  ForTurns<2>(0, block.turns, [&](auto at_once, u32 turn) {
-    Cells g[at_once], v[at_once];
+  ForTurns<2>(0, block.turns, [&](auto count, u32 turn) {
+    Cells g[count], v[count];
 #pragma unroll
-    for (int k = 0; k < at_once; ++k) {
+    for (int k = 0; k < count; ++k) {
       g[k] = block.Load(0, turn + k);
       v[k] = block.Load(1, turn + k);
     }
 #pragma unroll
-    for (int k = 0; k < at_once; ++k) {
+    for (int k = 0; k < count; ++k) {
       float values[kCols];
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {

@@ -8,14 +8,15 @@
 template <int kCount, int kWidth>
 __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Lines& lines, const Part& part, A epsilon,
                                              A n, Constants<kCount, kWidth>& constants) {
-  const auto of = [&](const GroupArray& array) { return array.Of<A>(part.group); };
+  const auto numbers_of = [&](const GroupArray& array) { return array.Of<A>(part.group); };
   const Channels channels(lines, part.column);
   constexpr bool kTerms = kCount > 1;
   enum { kFactor, kRstd, kMean };
   A numbers[3][kCols];
 #pragma unroll
   for (int j = 0; j < kCols; ++j) numbers[kFactor][j] = 1;
-  channels.Load({of(arrays.scale), of(arrays.var), kTerms ? of(arrays.mean) : nullptr}, numbers);
+  channels.Load({numbers_of(arrays.scale), numbers_of(arrays.var), kTerms ? numbers_of(arrays.mean) : nullptr},
+                numbers);
   SetFactor(epsilon, numbers[kRstd], numbers[kFactor]);
   constants.Set(0, numbers[kFactor]);
   if constexpr (kTerms) {
@@ -23,7 +24,7 @@ __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Li
     A slope[kCols] = {}, offset[kCols] = {};
     if (arrays.dbias) {
       A sums[2][kCols];
-      channels.Load({of(arrays.dbias), of(arrays.dscale)}, sums);
+      channels.Load({numbers_of(arrays.dbias), numbers_of(arrays.dscale)}, sums);
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
         offset[j] = -numbers[kFactor][j] * sums[0][j];
@@ -31,7 +32,7 @@ __device__ __forceinline__ void SetConstants(const GroupArrays& arrays, const Li
       }
     }
     A values[1][kCols];
-    const auto load = [&](const GroupArray& array) { channels.Load({of(array)}, values); };
+    const auto load = [&](const GroupArray& array) { channels.Load({numbers_of(array)}, values); };
     if (arrays.dmean) {
       load(arrays.dmean);
 #pragma unroll

@@ -79,9 +79,9 @@ struct ResidentPlan {
 // A number for each of a thread's columns: one for all where they are of one channel.
 struct ColumnNumbers {
   static constexpr int kCount = kAlike ? 1 : kCols;
-  float of[kCount];
-  __device__ __forceinline__ float& operator[](int j) { return of[kAlike ? 0 : j]; }
-  __device__ __forceinline__ float operator[](int j) const { return of[kAlike ? 0 : j]; }
+  float values[kCount];
+  __device__ __forceinline__ float& operator[](int j) { return values[kAlike ? 0 : j]; }
+  __device__ __forceinline__ float operator[](int j) const { return values[kAlike ? 0 : j]; }
 
   // The sums of the columns. (Columns are summed separately: fewer bits are lost, and additions wait less for each
   // other.)
@@ -231,7 +231,7 @@ struct Resident {
       of_columns[0] = *from;
     } else {
       struct Halves {
-        float4 of[2];
+        float4 parts[2];
       };
       const auto* const halves = reinterpret_cast<const float4*>(from);
       of_columns = BitsAs<ColumnNumbers>(Halves{halves[0], halves[1]});

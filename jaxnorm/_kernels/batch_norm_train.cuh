@@ -7,12 +7,12 @@
 enum : int { kCentre, kMean, kFactor, kBias, kOrigin, kNumbers };
 
 // Operands of a channel, as loaded: arithmetic would wait for the loads.
-struct Known {
+struct ChannelOperands {
   T first;
   float scale, bias;
 };
 
-DEVICE Known LoadKnown(const GroupArrays& arrays, u32 inner, u32 channel) {
+DEVICE ChannelOperands LoadOperands(const GroupArrays& arrays, u32 inner, u32 channel) {
   return {arrays.x.Of<T>(0)[channel * inner], arrays.scale ? arrays.scale.Of<float>(0)[channel] : 1,
           arrays.bias ? arrays.bias.Of<float>(0)[channel] : 0};
 }
@@ -23,16 +23,16 @@ DEVICE void WriteResults(const Resident& block, const ResidentTile& tile, const 
   const auto mean = block.Numbers(kMean), factor = block.Numbers(kFactor), bias = block.Numbers(kBias);
   T* const y = arrays.y.Of<T>(0);
   const auto write = [&](u32 first, u32 end) {
-    ForTurns<2>(first, end, [&](auto at_once, u32 turn) {
-      Cells cells[at_once];
-      [[maybe_unused]] Cells residuals[at_once];
+    ForTurns<2>(first, end, [&](auto count, u32 turn) {
+      Cells cells[count];
+      [[maybe_unused]] Cells residuals[count];
 #pragma unroll
-      for (int k = 0; k < at_once; ++k) {
+      for (int k = 0; k < count; ++k) {
         if constexpr (TRAIN_RESIDUAL) residuals[k].Load(residual + (block.at + (turn + k) * block.stride));
         cells[k] = block.Load(0, turn + k);
       }
 #pragma unroll
-      for (int k = 0; k < at_once; ++k) {
+      for (int k = 0; k < count; ++k) {
         float values[kCols];
 #pragma unroll
         for (int j = 0; j < kCols; ++j) {
@@ -69,17 +69,17 @@ extern "C" __global__ void __launch_bounds__(kResidentThreads, 1)
   tile.Copy(plan, shared_bytes);
   const Resident block(plan, tile, shared_bytes);
   // The loads of the channels' operands are behind the copies, so their results are used last.
-  const auto keep = [&](u32 slot, const Known& known) {
-    block.Number(kOrigin, slot) = Origin(ToAcc(known.first));
-    block.Number(kFactor, slot) = known.scale;
-    block.Number(kBias, slot) = known.bias;
+  const auto keep = [&](u32 slot, const ChannelOperands& operands) {
+    block.Number(kOrigin, slot) = Origin(ToAcc(operands.first));
+    block.Number(kFactor, slot) = operands.scale;
+    block.Number(kBias, slot) = operands.bias;
   };
   const u32 own_slot = (threadIdx.x < kWarp ? blockDim.x : 0) + threadIdx.x - kWarp;  // warp 0 has the last slots
-  Known own;
-  if (own_slot < plan.slots) own = LoadKnown(arrays, inner, block.first_channel + own_slot);
+  ChannelOperands own;
+  if (own_slot < plan.slots) own = LoadOperands(arrays, inner, block.first_channel + own_slot);
 #pragma unroll 1
   for (u32 slot = own_slot + blockDim.x; slot < plan.slots; slot += blockDim.x) {
-    keep(slot, LoadKnown(arrays, inner, block.first_channel + slot));
+    keep(slot, LoadOperands(arrays, inner, block.first_channel + slot));
   }
   __syncthreads();
 

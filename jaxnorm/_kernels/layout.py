@@ -165,23 +165,23 @@ class Spans:
 
     @classmethod
     def of(
-        cls, lines: Lines, groups: int, at_once: int, waves: int, batch: int, least: int, aligned: bool,
+        cls, lines: Lines, groups: int, blocks_at_once: int, waves: int, batch: int, least: int, aligned: bool,
         most: int = INT_MAX,
     ) -> "Spans":  # fmt: skip
         """Cuts lines for blocks of a launch.
 
-        Enough blocks share a tile for `waves` times the `at_once` blocks that run at the same time, at most `most`,
-        and so many that the last of them do not leave much of the device idle. Each block has a multiple of the
+        Enough blocks share a tile for `waves` times the `blocks_at_once` blocks that run at the same time, at most
+        `most`, and so many that the last of them do not leave much of the device idle. Each block has a multiple of the
         `batch` lines that each of its rows reads at once, and at least `least` times as many.
         """
         overhead = 3  # other work of a block, in batches of lines
         step = batch * lines.rows
         steps, tiles = max(1, ceil_div(lines.lines, step)), groups * lines.tiles
-        first = min(max(waves * at_once // tiles, 1), max(1, min(most, steps // least)))
+        first = min(max(waves * blocks_at_once // tiles, 1), max(1, min(most, steps // least)))
         best, best_time = 0, math.inf
         for share in range(first, min(most, steps, 2 * first + 2) + 1):
             span = ceil_div(steps, share)
-            time = ceil_div(tiles * ceil_div(steps, span), at_once) * (span + overhead)
+            time = ceil_div(tiles * ceil_div(steps, span), blocks_at_once) * (span + overhead)
             if time < best_time:
                 best, best_time = span, time
         span = min(best, INT_MAX // step) * step
@@ -269,7 +269,7 @@ def spread_bytes(device: Device, blocks: int) -> int:
     """
     least, most = 2, 6  # blocks of a multiprocessor: with more there is little to spread
     reserved = 1024  # of each block, by the system
-    at_once = max(ceil_div(blocks, device.multiprocessors), least)
-    if not device.clusters or at_once > most:
+    blocks_at_once = max(ceil_div(blocks, device.multiprocessors), least)
+    if not device.clusters or blocks_at_once > most:
         return 0
-    return (device.shared_bytes + reserved) // at_once - reserved - STATIC_SHARED_BYTES
+    return (device.shared_bytes + reserved) // blocks_at_once - reserved - STATIC_SHARED_BYTES

@@ -152,14 +152,14 @@ def rounds(call: Call, buffers: dict[str, int]) -> list[Round]:
             views[name] = merged_strides(outer, dims[: call.groups], math.prod(dims[call.groups :]))
     # The innermost sizes are products of trailing dimensions, so the smallest divides the others.
     groups = call.shape.groups
-    at_once = min([groups, *(view[-1][0] for view in views.values() if view)])
+    groups_at_once = min([groups, *(view[-1][0] for view in views.values() if view)])
     found = []
-    for first in range(0, groups, at_once):
+    for first in range(0, groups, groups_at_once):
         places = {
             name: (offset_of(first, view) * call.item_bytes(name), view[-1][1] if view else 0)
             for name, view in views.items()
         }
-        found.append(Round(first, at_once, places, buffers, call))
+        found.append(Round(first, groups_at_once, places, buffers, call))
         if len(found) > MAX_ROUNDS:
             break
     return found

@@ -400,17 +400,17 @@ def _local(primitive, blocks, shapes, *, names, results, **params):
     """
     reduced = _reduced(len(blocks.shape), params["axes"], params["groups"])
     split, uneven = blocks.cut(reduced), blocks.uneven(reduced)
-    torn = "bits" in (*names, *results) and _bits.torn(blocks)
-    if not split and not torn:
+    cuts_bytes = "bits" in (*names, *results) and _bits.cuts_bytes(blocks)
+    if not split and not cuts_bytes:
         return None
     shards = math.prod(blocks.count(i) for i in split)
     params["replicas"] *= shards
 
     def local(*operands):
         given = by_name(names, operands)
-        if torn and "bits" in given:
+        if cuts_bytes and "bits" in given:
             given["dy"] = _bits.select_block(blocks, given.pop("bits"), given["dy"])
-        wanted = tuple(r for r in results if not (torn and r == "bits"))
+        wanted = tuple(r for r in results if not (cuts_bytes and r == "bits"))
         if split and primitive is stats_p:
             return _local_statistics(blocks, given, wanted, reduced, params)
         if uneven and primitive is sums_p:
@@ -422,7 +422,7 @@ def _local(primitive, blocks, shapes, *, names, results, **params):
         out = bind(primitive, given, wanted, params)
         if split and primitive is sums_p:
             out = dict(zip(out, blocks.psum(jnp.stack(list(out.values())), split), strict=True))
-        if torn and "bits" in results:
+        if cuts_bytes and "bits" in results:
             out["bits"] = _bits.pack_block(blocks, out["y"] > 0)
         return [out[r] for r in results]
 

@@ -142,7 +142,7 @@ def _partition(local, x):
     return (
         x.tiles,
         _bits.tiles(blocks, x.shape),
-        partial(local, blocks) if _bits.torn(blocks) else None,
+        partial(local, blocks) if _bits.cuts_bytes(blocks) else None,
     )
 
 

@@ -64,13 +64,13 @@ def merged_call(ctx, operands, params, merge, plan):
         return None
     ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
     values = lower_call(ctx, [given[n] for n in names], call)
-    of = by_name(results, values)
+    found = by_name(results, values)
     for name in merge.passed:
         holder = given[name].owner.operation
-        holder.operands[0] = of[name]
-        holder.move_after(of[name].owner.operation)
+        holder.operands[0] = found[name]
+        holder.move_after(found[name].owner.operation)
     first.operation.erase()
-    return [of[n] for n in params["results"]]
+    return [found[n] for n in params["results"]]
 
 
 def _call_behind(values, operation):

@@ -83,8 +83,8 @@ def expression(node: Node, args: list[str], fast: bool) -> str:
       fast: whether results are rounded to 16 bits, so that functions of an element may have an error of a few ulp.
     """
     op, dtype = node.op, node.dtype
-    of = node.args[0].dtype if node.args else dtype
-    floating = of.kind == "f"
+    given = node.args[0].dtype if node.args else dtype
+    floating = given.kind == "f"
     quick = fast and dtype == FLOAT and (node.column or node.attr == AS_ELEMENT)
     if op in ("add", "sub", "mul"):
         sign = {"add": "+", "sub": "-", "mul": "*"}[op]
@@ -115,15 +115,15 @@ def expression(node: Node, args: list[str], fast: bool) -> str:
     if op == "select":
         return f"({args[0]} ? {args[1]} : {args[2]})"
     if op == "convert":
-        return _conversion(of, dtype, args[0])
+        return _conversion(given, dtype, args[0])
     if op == "round":
         return _rounding(node.attr, args[0])
     if op == "bitcast":
-        return _reinterpretation(of, dtype, args[0])
+        return _reinterpretation(given, dtype, args[0])
     if op == "sign":
         return f"sign_of<{c_type(dtype)}>({args[0]})"
     if op == "is_finite":
-        return f"({args[0]} - {args[0]} == {literal(0, of)})"
+        return f"({args[0]} - {args[0]} == {literal(0, given)})"
     if op == "integer_pow":
         return f"integer_power<{c_type(dtype)}>({args[0]}, {node.attr})"
     if op == "abs" and not floating:

@@ -84,7 +84,7 @@ class Shared:
     def column(self) -> int:
         return len(self.sizes) - 1
 
-    def of(self, value) -> Dims:
+    def axes(self, value) -> Dims:
         return (
             tuple(() for _ in value.aval.shape) if isinstance(value, Constant) else self.dims[value]
         )
@@ -253,7 +253,7 @@ def sharding_rule(devices, operand_shapes, result_shapes, *, jaxpr):
 
     def factors(place, value, shape):
         found = []
-        for i, (axes, n) in enumerate(zip(program.of(value), shape, strict=True)):
+        for i, (axes, n) in enumerate(zip(program.axes(value), shape, strict=True)):
             names = []
             for a in axes:
                 split = bytes_too and a == program.column
@@ -308,7 +308,7 @@ def _blocks(program: Shared, arrays: Sequence[Tiled]) -> Blocks:
 
 def _along_axes(program: Shared, value, array: Tiled) -> Tiled:
     """The array with a dimension for each axis of the program; it is whole where it is cut through an axis."""
-    axes_of = program.of(value)
+    axes_of = program.axes(value)
     parts: list[tuple[int | None, int]] = []
     for i, axes in enumerate(axes_of):
         count = array.tiles.shape[i]
@@ -350,7 +350,7 @@ def _split_count(program, axes, count) -> list[tuple[int | None, int]]:
 def _torn(program: Shared, blocks: Blocks) -> int | None:
     """An axis whose blocks are not next to each other in some operand or result."""
     for value in program.ends:
-        for axes in program.of(value):
+        for axes in program.axes(value):
             whole = False  # an outer axis that has several elements in a block
             for a in axes if len(axes) > 1 else ():
                 if blocks.count(a) > 1 and (whole or blocks.uneven((a,))):
@@ -361,14 +361,14 @@ def _torn(program: Shared, blocks: Blocks) -> int | None:
 
 def _tiles(program: Shared, value, blocks: Blocks) -> np.ndarray:
     """The tiles of an operand or result."""
-    of = list(program.of(value))
-    if value in program.packed and not _bits.torn(blocks):
-        of[-1] = (program.column,)
-    axes = [a for dim in of for a in dim]
+    dims = list(program.axes(value))
+    if value in program.packed and not _bits.cuts_bytes(blocks):
+        dims[-1] = (program.column,)
+    axes = [a for dim in dims for a in dim]
     rank = len(program.sizes)
     tiles = blocks.tiles_along(axes)
     tiles = tiles.transpose([*axes, *(a for a in range(rank + 1) if a not in axes)])
-    return tiles.reshape(*(math.prod(blocks.count(a) for a in dim) for dim in of), -1)
+    return tiles.reshape(*(math.prod(blocks.count(a) for a in dim) for dim in dims), -1)
 
 
 # ---- what a device computes ----
@@ -451,10 +451,10 @@ class _Device:
         """The cut axes over which an equation reduces, by a collective that others may share."""
         source = equation.inputs[0] if equation.inputs else None
         if equation.primitive in _REDUCTIONS:
-            of = self._program.of(source)
-            axes = [a for i in equation.params["axes"] for a in of[i]]
+            dims = self._program.axes(source)
+            axes = [a for i in equation.params["axes"] for a in dims[i]]
         elif equation.primitive == "gather":
-            axes = self._program.of(source)[-1] if self._is_part(source) else ()
+            axes = self._program.axes(source)[-1] if self._is_part(source) else ()
         else:
             axes = ()
         return self._blocks.cut(sorted(axes))
@@ -462,15 +462,15 @@ class _Device:
     def _needs_rows(self, equation) -> bool:
         """Whether this device has a part of each row, and an equation needs the whole row."""
         values = (*equation.inputs, *equation.outputs)
-        axes = [a for v in values for of_dim in self._program.of(v) for a in of_dim]
+        axes = [a for v in values for of_dim in self._program.axes(v) for a in of_dim]
         if not self._column_cut or self._column not in axes:
             return False
         match equation.primitive:
             case name if name in _REDUCTIONS:
-                of = self._program.of(equation.inputs[0])
-                return {a for i in equation.params["axes"] for a in of[i]} == {self._column}
+                dims = self._program.axes(equation.inputs[0])
+                return {a for i in equation.params["axes"] for a in dims[i]} == {self._column}
             case "jaxnorm_pack_bits" | "jaxnorm_unpack_bits":
-                return _bits.torn(self._blocks)
+                return _bits.cuts_bytes(self._blocks)
             case name:
                 return name in (*_ARGS, "gather", "scatter-add")
 
@@ -606,7 +606,7 @@ class _Device:
     def _shape(self, value) -> tuple[int, ...]:
         """The shape of this device's block."""
         shape = []
-        for n, axes in zip(value.aval.shape, self._program.of(value), strict=True):
+        for n, axes in zip(value.aval.shape, self._program.axes(value), strict=True):
             for a in self._blocks.cut(axes):
                 n = n // self._program.sizes[a] * self._blocks.size(a)
             shape.append(n)
@@ -648,7 +648,7 @@ class _Device:
     def _evaluate_iota(self, env, equation):
         value = equation.outputs[0]
         dtype, dim = np.dtype(equation.params["dtype"]), equation.params["dimension"]
-        axes = self._program.of(value)[dim]
+        axes = self._program.axes(value)[dim]
         shape = self._shape(value)
         if not self._blocks.cut(axes):
             return self._bind(equation, shape=shape)
@@ -661,7 +661,7 @@ class _Device:
         first = len(keys.aval.shape)
         dims = range(first, len(value.aval.shape))
         shape = self._shape(value)
-        if not self._blocks.cut([a for dim in dims for a in self._program.of(value)[dim]]):
+        if not self._blocks.cut([a for dim in dims for a in self._program.axes(value)[dim]]):
             return self._bind(equation, key, shape=shape[first:])
         words = [
             jnp.reshape(env["word", keys, word], (*shape[:first], *(1 for _ in dims)))
@@ -687,7 +687,7 @@ class _Device:
 
     def _parts(self, value, dim) -> list[tuple[int | None, int, int]]:
         """(axis, elements of a block, elements) of the axes of a dimension; columns that are no axis come last."""
-        axes = self._program.of(value)[dim]
+        axes = self._program.axes(value)[dim]
         parts: list = [(a, self._blocks.size(a), self._program.sizes[a]) for a in axes]
         rest = value.aval.shape[dim] // math.prod(whole for *_, whole in parts)
         return [*parts, (None, rest, rest)] if rest > 1 else parts
@@ -714,9 +714,9 @@ class _Device:
 
     def _filled(self, env, value, array, axes, fill):
         """The array with another value in the padding of its blocks along axes."""
-        for dim, of in enumerate(self._program.of(value)):
-            for a in self._blocks.uneven([a for a in axes if a in of]):
-                inside = self._index(value, dim, of.index(a)) < env["count", a]
+        for dim, cut in enumerate(self._program.axes(value)):
+            for a in self._blocks.uneven([a for a in axes if a in cut]):
+                inside = self._index(value, dim, cut.index(a)) < env["count", a]
                 array = jnp.where(inside, array, np.asarray(fill, array.dtype))
         return array
 
@@ -724,7 +724,7 @@ class _Device:
 
     def _is_part(self, value) -> bool:
         """Whether a device has a part of the columns of an array."""
-        return self._column_cut and (self._column,) in self._program.of(value)[-1:]
+        return self._column_cut and (self._column,) in self._program.axes(value)[-1:]
 
     def _evaluate_argmax(self, env, equation, x):
         source = equation.inputs[0]
@@ -772,14 +772,14 @@ class _Device:
         return [x + jnp.where(here, update, np.zeros((), update.dtype))]
 
     def _evaluate_jaxnorm_pack_bits(self, env, equation, keep):
-        if not self._is_part(equation.inputs[0]) or not _bits.torn(self._blocks):
+        if not self._is_part(equation.inputs[0]) or not _bits.cuts_bytes(self._blocks):
             return self._bind(equation, keep)
         return [_bits.pack_block(self._blocks, keep)]
 
     def _evaluate_jaxnorm_unpack_bits(self, env, equation, bits):
         value = equation.outputs[0]
         columns = self._shape(value)[-1]
-        if not self._is_part(value) or not _bits.torn(self._blocks):
+        if not self._is_part(value) or not _bits.cuts_bytes(self._blocks):
             return self._bind(equation, bits, n=columns)
         (keep,) = self._bind(equation, bits)
         padding = columns * self._blocks.count(self._column) - keep.shape[-1]

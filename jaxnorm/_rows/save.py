@@ -252,11 +252,11 @@ class Flat:
     def equations_of(self, values: Iterable[int], results: Sequence[Atom]):
         """(the equations that compute values, as the compiler has them; a compiler's value for each of them)."""
         nodes, _ = self.needed(values, ())
-        of = {v: equations.Value(self.avals[v]) for v in range(len(self.avals))}
+        made = {v: equations.Value(self.avals[v]) for v in range(len(self.avals))}
 
         def read(atom):
             return (
-                equations.Constant(atom.val, atom.aval) if isinstance(atom, Literal) else of[atom]
+                equations.Constant(atom.val, atom.aval) if isinstance(atom, Literal) else made[atom]
             )
 
         found: list = []
@@ -265,12 +265,12 @@ class Flat:
             if name in equations.CALLS:
                 inner = open_jaxpr(node.eqn.params[equations.CALLS[name]])
                 outputs = equations._inline(*inner, inputs, found, "")
-                of.update(zip(node.outputs, outputs, strict=True))
+                made.update(zip(node.outputs, outputs, strict=True))
             else:
-                outputs = tuple(of[v] for v in node.outputs)
+                outputs = tuple(made[v] for v in node.outputs)
                 found.append(equations.Equation(name, inputs, outputs, dict(node.eqn.params), ""))
-        inputs = tuple(of[v] for v in (*self.operands, *self.constants))
-        return equations.Equations(inputs, tuple(found), tuple(map(read, results))), of
+        inputs = tuple(made[v] for v in (*self.operands, *self.constants))
+        return equations.Equations(inputs, tuple(found), tuple(map(read, results))), made
 
 
 _INVERSES = {"jaxnorm_unpack_bits": "jaxnorm_pack_bits", "random_unwrap": "random_wrap"}

@@ -6,7 +6,7 @@ A slot is one column of a thread's rows: one load and one store for all rows, wh
 import contextlib
 import functools
 
-from jaxnorm._rows.emit import Emitter
+from jaxnorm._rows.emit_kernel import Emitter
 from jaxnorm._rows.expressions import c_type, element, words_of
 from jaxnorm._rows.graph import Node
 from jaxnorm._rows.rules import Input, Output

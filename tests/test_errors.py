@@ -651,3 +651,37 @@ def test_good_direct_call():
     for target, results, args, attributes in [*GOOD_BATCH_NORM_CALLS.values(), *cross_entropies]:
         for value in jax.ffi.ffi_call(f"jaxnorm_{target}", results)(*args, **attributes):
             assert np.isfinite(value).all()
+
+
+@needs_cpu
+@pytest.mark.usefixtures("on_cpu")
+def test_sizes_that_overflow():
+    """In an empty array, the groups times the columns are 1 in 64 bits: the size of the gradient."""
+    x = ones(274177, 0, 67280421310721)
+    attributes = NORM_BWD | {"axis": np.int64(2), "groups": np.int64(1), "need": np.int64(8)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="check failed: .*size"):
+        jax.ffi.ffi_call("jaxnorm_norm_bwd", (S((1,), F32),))(
+            x, x, ones(1, 1, 1), ones(1, 1, 1), **attributes
+        )
+
+
+EMPTY_CALLS = {
+    "cross_entropy: no classes": cross_entropy("bwd", x=S((3, 0), F32), dx=S((3, 0), F32)),
+    "norm: no groups": (
+        "norm_bwd",
+        (S((0, 1, 1 << 22), F32),) * 2,
+        [*(ones(0, 2, 1 << 22) for _ in range(2)), ones(0, 2, 1), ones(0, 2, 1)],
+        NORM_BWD | {"axis": np.int64(2), "groups": np.int64(1), "need": np.int64(24)},
+    ),
+}
+
+
+@needs_cpu
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("case", EMPTY_CALLS)
+def test_empty_direct_call(case):
+    """XLA drops a call whose results are empty, unless it has side effects."""
+    target, results, args, attributes = EMPTY_CALLS[case]
+    call = jax.ffi.ffi_call(f"jaxnorm_{target}", results, has_side_effect=True)
+    for result in jax.tree.leaves(call(*args, **attributes)):
+        assert result.size == 0

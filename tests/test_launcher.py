@@ -662,3 +662,7 @@ def test_clusters_anywhere_in_the_grid():
     assert launch.plan_launches(made, [[100, 64]], 4)[-1][0][1] == (4 * 33, 1, 1)
     with pytest.raises(ValueError, match="33 blocks must run at once, the GPU runs 0"):
         launch.plan_launches(made, [[100, 64]], 0)
+    rows = _launch.RowTiles(1, 0, 1, 0, ((-1, 2**31 - 1, 1),) * 2)
+    made = encoded(_launch.attributes("together", "text", [tiles], row_tiles=rows))
+    with pytest.raises(ValueError, match="need more than 2147483647 blocks"):
+        launch.plan_launches(made, [[100, 64]], 8)

@@ -3,6 +3,7 @@
 #ifndef JAXNORM_CPU_BUFFERS_H_
 #define JAXNORM_CPU_BUFFERS_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -32,11 +33,11 @@ inline Error SplitAtAxis(Dims dims, int64_t axis, AxisShape* shape) {
   JAXNORM_CHECK(axis >= 0 && axis < static_cast<int64_t>(dims.size()));
   AxisShape s;
   s.axis = dims[axis];
-  int64_t size = 1;
+  int64_t size = 1;  // with 1 in place of 0, so that products of any of the dimensions fit
   for (int64_t i = 0; i < static_cast<int64_t>(dims.size()); ++i) {
-    JAXNORM_CHECK(CheckedMul(size, dims[i], &size));
-    if (i < axis) JAXNORM_CHECK(CheckedMul(s.outer, dims[i], &s.outer));
-    if (i > axis) JAXNORM_CHECK(CheckedMul(s.inner, dims[i], &s.inner));
+    JAXNORM_CHECK(dims[i] >= 0 && CheckedMul(size, std::max<int64_t>(1, dims[i]), &size));
+    if (i < axis) s.outer *= dims[i];
+    if (i > axis) s.inner *= dims[i];
   }
   JAXNORM_CHECK(size <= std::numeric_limits<int64_t>::max() / 16);  // byte offsets fit too
   *shape = s;

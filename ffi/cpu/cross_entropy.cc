@@ -492,6 +492,7 @@ Error CrossEntropyBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer lse
   CrossEntropyArgs args;
   JAXNORM_RETURN_IF_ERROR(ParseCrossEntropyBwd(x, lse, labels, a, b, rest, *out, axis, smoothing, &args));
   JAXNORM_CHECK(SuitsBlocks(args));
+  if (args.shape.size() == 0) return Error::Success();
   return DispatchFloat(args.dtype, [&]<typename T>(T) {
     if (args.shape.inner > 1) {
       return ForBlocks<Acc<T>>(pool, args.shape, [&](int64_t row, int64_t rows) { BackwardBlock<T>(args, row, rows); });

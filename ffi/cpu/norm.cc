@@ -458,7 +458,7 @@ Error NormBwd(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::Re
   NormBwdArgs args;
   JAXNORM_RETURN_IF_ERROR(
       ParseNormBwd(x, dy, rest, results, axis, groups, center, scale_offset, operands, need, &args));
-  if (args.shape.cols == 0) return Error::Success();
+  if (args.shape.groups == 0 || args.shape.cols == 0) return Error::Success();  // no gradients
   return DispatchAcc(args.dtype, [&]<typename A>(A) { return RunBackward<A>(pool, args); });
 }
 

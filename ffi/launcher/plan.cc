@@ -253,16 +253,16 @@ Error CountRows(const Plan& plan, const Buffers& buffers, int64_t resident, Rows
       }
     }
   }
+  if (chunks > kMaxInt / groups) {
+    return plan.Invalid(Text(rows->rows) + " rows in tiles of " + Text(tiling.rows_per_tile) + " need more than " +
+                        Text(kMaxInt) + " blocks");
+  }
   for (const Launch& launch : plan.launches) {
     // A block that waits for a block which can not begin would wait for ever.
     if (launch.rule == Rule::kTiles && launch.cooperative && groups * chunks > resident) {
       return plan.Invalid(Text(groups * chunks * launch.cluster) + " blocks must run at once, the GPU runs " +
                           Text(resident * launch.cluster));
     }
-  }
-  if (chunks > kMaxInt / groups) {
-    return plan.Invalid(Text(rows->rows) + " rows in tiles of " + Text(tiling.rows_per_tile) + " need more than " +
-                        Text(kMaxInt) + " blocks");
   }
   rows->chunks = static_cast<int32_t>(chunks);
   return Error::Success();

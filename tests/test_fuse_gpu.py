@@ -800,7 +800,8 @@ def test_without_nvrtc(tmp_path):
 SANITIZER = shutil.which("compute-sanitizer")
 TOOLS = {
     "memcheck": ["--report-api-errors", "no", "--kernel-regex", "kns=jaxnorm_"],
-    # Otherwise the tool counts the instructions that initialise barriers, of which some do so in a loop.
+    # Without the number, the tool counts the instructions that initialise barriers. An instruction in a loop
+    # initialises several.
     "racecheck": ["--num-cuda-barriers", "4096", "--kernel-regex", "kns=jaxnorm_"],
     # What a kernel that is left out writes would count as not written.
     "initcheck": [],

@@ -128,7 +128,7 @@ __device__ __forceinline__ Part FindPart(const Lines& lines, const Spans& spans,
 }
 
 // Calls step(Number<n>, line) for all lines of the part. n = kLines: each row of threads takes kLines lines together,
-// all of which can be accessed by vectors. n = 1: each row of threads takes one line.
+// and vectors can access these lines. n = 1: each row of threads takes one line.
 template <int kLines, class F>
 __device__ __forceinline__ void ForLines(const Lines& lines, const Part& part, F&& step) {
   i64 line = part.begin;
@@ -538,7 +538,7 @@ class Counted {
     row_ += view.first_row + part.group * view.group_rows;
   }
 
-  // Bit j says whether column j counts in a line of which the first `count` columns exist.
+  // Bit j says whether column j of a line counts. Only the first `count` columns of the line exist.
   __device__ __forceinline__ u32 Line(i64 line, int count) const {
     if (count == 0) return 0;
     i64 row = row_ + line * view_.line_rows, col = col_, offset = view_.RowOffset(row);

@@ -94,8 +94,8 @@ DEVICE void MergeColumns(const Resident& block, const ColumnNumbers& first, cons
 }
 
 // Merge where the columns of a thread are of neighbouring channels, forward. It goes through shared memory, for which
-// backward has no room, and so has fewer instructions, all of which the launch fetches for the first time. (With half
-// the room it takes no less time than shuffles.) The numbers of a plane are first added up to `fold` sums, which belong
+// backward has no room. That takes fewer instructions, and every launch fetches its instructions anew. (With half the
+// room it takes no less time than shuffles.) The numbers of a plane are first added up to `fold` sums, which belong
 // to columns of some lines, and then to one sum for each column.
 template <class F>
 DEVICE void MergePlanes(const Resident& block, const ColumnNumbers& first, const ColumnNumbers& second, F write) {

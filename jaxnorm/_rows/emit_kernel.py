@@ -1,8 +1,8 @@
 """The kernel of a program under a plan.
 
-It goes through tiles of rows. For each row it runs the program's phases: a loop over the
-thread's slots, then an exchange between the threads that share the row. Sums over rows stay in each thread, are
-written as partial results, and a second kernel, whose name ends in `_finish`, adds the partial results up.
+The kernel goes through tiles of rows. For each row it runs the program's phases: a loop over the thread's slots, then
+an exchange between the threads that share the row. Sums over rows stay in each thread and are written as partial
+results. A second kernel, whose name ends in `_finish`, adds the partial results up.
 """
 
 import contextlib

@@ -813,8 +813,15 @@ TOOLS = {
 @pytest.mark.parametrize("tool", TOOLS)
 def test_compute_sanitizer(tool):
     """Each buffer is an allocation, so that a read behind it is seen; nothing is captured in graphs."""
-    # Blocks that share rows look for tags in whatever the memory holds.
-    without = ["-shared rows", "-shared rows with sums"] if tool == "initcheck" else []
+    shared = ["shared rows", "shared rows with sums", "shared rows in few stages"]
+    without = {
+        # Blocks that share rows look for tags in whatever the memory holds.
+        "initcheck": shared,
+        # A warp reads a stage's results, and its first lane arrives for the warp at the barrier before the stage is
+        # used again. The tool orders the reads of a thread that arrives, not those of the other lanes.
+        "racecheck": shared[2:],
+    }.get(tool, [])
+    leave_out = [f"-{name}" for name in without]
     script = processes.SCRIPTS / "row_programs_sanitized.py"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {
@@ -823,7 +830,7 @@ def test_compute_sanitizer(tool):
         "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
     }
     done = subprocess.run(
-        [SANITIZER, "--tool", tool, "--error-exitcode", "9", *TOOLS[tool], sys.executable, "-P", script, *without],
+        [SANITIZER, "--tool", tool, "--error-exitcode", "9", *TOOLS[tool], sys.executable, "-P", script, *leave_out],
         env=environment,
         cwd=processes.SCRIPTS,
         stdout=subprocess.PIPE,

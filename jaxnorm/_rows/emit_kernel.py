@@ -110,8 +110,12 @@ class Emitter(Grid):
         w(
             f"const int tiles = (int)((group_rows + {plan.rows_per_tile - 1}u) / {plan.rows_per_tile}u);"
         )
-        w("const int chunk = member % chunks;")
-        w("const u32 first_row = (u32)(member / chunks) * group_rows;")
+        if self.group_dims:
+            w("const int chunk = member % chunks;")
+            w("const u32 first_row = (u32)(member / chunks) * group_rows;")
+        else:
+            w("const int chunk = member;")
+            w("const u32 first_row = 0;")
         w(
             "(void)group, (void)warp, (void)lane_of_warp, (void)here, (void)lane, (void)tiles, (void)rows;"
         )

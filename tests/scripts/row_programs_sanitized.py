@@ -59,7 +59,10 @@ PROGRAMS = {
     "bits": (relu_of_sum, SUM, (33, 523), {}),
     "random": (dropout, KEY, (33, 256), {}),
     "shared rows": (table.softmax, ("whole",), (9, 16384), {"grid": 2, "cluster": 4, "lag": 1}),
-    "shared rows with sums": (table.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5, "stages": 4}),
+    "shared rows with sums": (table.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5}),
+    "shared rows in few stages": (
+        table.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5, "stages": 4},
+    ),
     "groups": (table.adaptive_layer_norm, ("whole", "group", "group"), (3, 40, 256), {}),
 }  # fmt: skip
 

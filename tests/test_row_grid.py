@@ -230,9 +230,9 @@ def plan_of(name, direction, rows, columns, device=H100, dtype=jnp.bfloat16, **a
 # compute, and `lag` is how many rows later a row is in its next phase.
 PLANS = """
 layer_norm 64x131072 forward           8*512 4x8        1 512x2   ring 2       0 persistent hoist
-layer_norm 64x131072 backward          128*128 1x8        1 640x1   ring 48      0 persistent hoist 1 groups, lag 23
+layer_norm 64x131072 backward          44*384 1x8        1 896x1   ring 18      0 persistent hoist 3 groups, lag 8
 rms_norm 64x131072 forward             8*512 4x8        1 512x2   ring 2       0 persistent hoist
-rms_norm 64x131072 backward            128*128 1x8        1 384x1   ring 53      0 persistent hoist 1 groups, lag 28
+rms_norm 64x131072 backward            44*384 1x8        1 640x1   ring 18      0 persistent hoist 3 groups, lag 10
 softmax 64x131072 forward              2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 softmax 64x131072 backward             4*1024 2x8*2      1 1024x1  ring 3       0 persistent
 log_softmax 64x131072 forward          2*1024 2x8*4      1 1024x1  ring 6       0 persistent
@@ -240,9 +240,9 @@ log_softmax 64x131072 backward         4*1024 2x8*2      1 1024x1  ring 3       
 cross_entropy 64x131072 forward          512 4x8*8      1 512x2   stream       0
 cross_entropy 64x131072 backward       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 layer_norm 32x65536 forward            16*512 1x8        1 768x1   ring 4       0 persistent hoist 8 groups, lag 2
-layer_norm 32x65536 backward           128*64 1x8        1 576x1   ring 32      0 persistent hoist 1 groups, lag 16
+layer_norm 32x65536 backward           43*192 1x8        1 704x1   ring 11      0 persistent hoist 3 groups, lag 5
 rms_norm 32x65536 forward              16*512 1x8        1 640x1   ring 4       0 persistent hoist 8 groups, lag 4
-rms_norm 32x65536 backward             128*64 1x8        1 320x1   ring 32      0 persistent hoist 1 groups, lag 32
+rms_norm 32x65536 backward             43*192 1x8        1 448x1   ring 11      0 persistent hoist 3 groups, lag 11
 softmax 32x65536 forward               16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
 softmax 32x65536 backward              16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
 log_softmax 32x65536 forward           16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
@@ -271,14 +271,14 @@ cross_entropy 16x262144 forward        33*512 2x8        1 640x1   ring 4       
 cross_entropy 16x262144 backward       33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
 layer_norm 8x1048576 forward           132*512 2x8        1 1024x1  ring 8       0 persistent hoist 1 groups, lag 4
 layer_norm 8x1048576 backward          132*512 2x8        1 768x1   ring 6       0 persistent hoist 1 groups, lag 2
-rms_norm 8x1048576 forward             132*512 2x8        1 768x1   ring 8       0 persistent hoist 1 groups, lag 4
+rms_norm 8x1048576 forward             16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
 rms_norm 8x1048576 backward            132*512 2x8        1 704x1   ring 6       0 persistent hoist 1 groups, lag 4
-softmax 8x1048576 forward              132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
+softmax 8x1048576 forward              16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
 softmax 8x1048576 backward             132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
-log_softmax 8x1048576 forward          132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
+log_softmax 8x1048576 forward          16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
 log_softmax 8x1048576 backward         132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
-cross_entropy 8x1048576 forward        132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
-cross_entropy 8x1048576 backward       132*512 2x8        1 768x1   ring 8       0 persistent 1 groups, lag 4
+cross_entropy 8x1048576 forward        16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
+cross_entropy 8x1048576 backward       16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
 layer_norm 1x131072 forward            128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
 layer_norm 1x131072 backward           128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
 rms_norm 1x131072 forward              128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
@@ -347,7 +347,9 @@ def test_where_rows_are_shared():
     assert not plan_of("softmax", "forward", 32, 131072, source="stream").grid
     assert not plan_of("softmax", "forward", 32, 131072, grid=0).grid
     # Sums over rows end in the blocks of one group.
-    assert plan_of("layer_norm", "backward", 128, 131072).grid == 1
+    assert plan_of("layer_norm", "backward", 16, 262144).grid == 1
+    # Many rows that are not long: partial sums of several groups cost less than the rows one after the other.
+    assert plan_of("layer_norm", "backward", 128, 131072).grid == 3
     for rows, columns in ((200, 131072), (128, 32768)):
         assert not plan_of("layer_norm", "backward", rows, columns).grid
     (rows,) = jax.export.symbolic_shape("rows")

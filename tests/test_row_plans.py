@@ -150,7 +150,7 @@ soft_capped_softmax_2048 backward        128 2x8        1 128x6   registers    1
 soft_capped_softmax_4096 forward         128 4x8        1 128x6   registers    1
 soft_capped_softmax_4096 backward        256 2x8        1 256x3   registers    1
 soft_capped_softmax_8192 forward         256 4x8        1 256x3   registers    1
-soft_capped_softmax_8192 backward        512 2x8        1 512x2   ring 2       1 persistent
+soft_capped_softmax_8192 backward        256 4x8        1 256x2   registers    2
 soft_capped_softmax_16384 forward        512 4x8        1 512x1   ring 2       1 persistent
 soft_capped_softmax_16384 backward       512 4x8        1 512x1   ring 2       2 persistent
 soft_capped_softmax_32768 forward        512 8x8        1 512x1   ring 2       1 persistent

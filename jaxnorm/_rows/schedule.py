@@ -244,7 +244,7 @@ class _Scheduler:
         if self.sums:
             return not self._columns_vary
         if not self.cheap:
-            return self.row_bytes > LONG_ROWS[0]
+            return self.row_bytes > LONG_ROWS[0] * len(self.wholes)
         quick = self.levels == 1 and (len(self.wholes) > 1 or 2 * self.work <= FREE_INSTRUCTIONS)
         return self.row_bytes > LONG_ROWS[2 if quick else 1] * len(self.wholes)
 
@@ -416,9 +416,10 @@ class _Scheduler:
             return 32
         if cluster > 1:
             return 16 if self.cheap else 64
-        if len(self.wholes) > 1 or vector == 1 or not self.levels or self.shared_rows:
+        if vector == 1 or not self.levels or self.shared_rows:
             return 16
-        return 32
+        few = self.cheap or self.row_bytes <= LONG_ROWS[0]
+        return 16 if few and len(self.wholes) > 1 else 32
 
     def _lanes(self, source, part, elements, cluster, vector, shifted) -> int:
         """Threads that share a row; `elements` of each slot."""

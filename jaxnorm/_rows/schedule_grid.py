@@ -11,7 +11,7 @@ import dataclasses
 LANES = 512
 # Elements that a thread works on side by side, at most.
 ELEMENTS = 128
-# The most slots that a thread should have.
+# The most slots that a thread should have, where rows take turns.
 SLOTS = 2
 # The most warps of a block that exchange, and the most of these warps for each exchange of a row.
 EXCHANGING_WARPS = 16
@@ -26,6 +26,9 @@ LEAST_ROW_BYTES = 128 * 1024
 ROWS = 48
 # Groups of blocks, about: with more of them, the blocks of a group are so few that a cluster is as fast.
 GROUPS = 8
+# Groups where there are sums over rows, each with partial sums of its own, if there are many rows and a row has fewer
+# bytes than a group reads and writes in the time that it needs for any row.
+GROUPS_OF_SUMS, ROWS_OF_SUMS, ROW_BYTES_OF_SUMS = 3, 32, 1024 * 1024
 # What is asked of a schedule that shares no rows between blocks of a grid.
 OTHER_SCHEDULES = ("source", "cluster", "parts", "rows_at_once", "blocks")
 
@@ -124,10 +127,19 @@ def grid_shape(
         few = rows <= (device.multiprocessors if many else ROWS)
         if any(a in asked for a in OTHER_SCHEDULES) or not few or row_bytes < LEAST_ROW_BYTES:
             return None
-    # One group has all rows, so that sums over rows end in its blocks.
-    groups = asked.get("grid") or (
-        1 if sums else _groups(rows, slots, line, device.multiprocessors)
+    # Rows that all blocks together hold.
+    held = device.multiprocessors * min(
+        0.9 * device.shared_bytes / row_bytes, LANES * ELEMENTS / (slots * elements)
     )
+    if sums:
+        # A single group has all rows, so that sums over rows end in its blocks.
+        several = rows >= ROWS_OF_SUMS and row_bytes + written_bytes < ROW_BYTES_OF_SUMS
+        groups = GROUPS_OF_SUMS if several else 1
+    elif len(words) == 1 and rows <= min(GROUPS, held):
+        groups = rows  # one exchange in all
+    else:
+        groups = _groups(rows, slots, line, device.multiprocessors)
+    groups = asked.get("grid") or groups
     blocks = asked.get("cluster") or device.multiprocessors // groups
     part = part_of_grid(slots, blocks, line)
     lanes = min(asked.get("lanes", LANES), _round_up(part, 32))

@@ -9,31 +9,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from jaxnorm import _lib
+from jaxnorm._autofuse.grown import Grown
 from jaxnorm._autofuse.report import Report, report
 from jaxnorm._autofuse.rewrite import Rewritten, rewrite
 from jaxnorm._primitive.programs import without_dead_code
+
+PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 class Autofused:
     """A function with its softmax, norm, ReLU and loss code replaced; made by `autofuse`."""
 
-    def __init__(self, fn: Callable):
+    def __init__(self, fn: Callable, platform: str | None = None):
         self._fn = fn
+        self._platform = platform
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
-        results = jaxpr_as_fun(rewrite(closed))(*arrays)
+        closed = rewrite(closed)
+        run = Grown(closed) if self._grows() else jaxpr_as_fun(closed)
+        results = run(*arrays)
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
         return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])
 
     def explain(self, *args, **kwargs) -> Report:
         """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""
         closed, _, _ = _trace(self._fn, args, kwargs)
-        return report(Rewritten(closed))
+        rewritten = Rewritten(closed)
+        return report(rewritten, Grown(rewrite(closed)) if self._grows() else None)
+
+    def _grows(self) -> bool:
+        """Whether row programs are looked for: only GPUs have kernels for them."""
+        if self._platform is not None:
+            return self._platform == "gpu"
+        return jax.default_backend() == "gpu" and _lib.module("cuda").available
 
 
-def autofuse(fn: Callable) -> Autofused:
+def autofuse(fn: Callable, *, platform: str | None = None) -> Autofused:
     """Replaces softmax, normalisation, ReLU and cross-entropy code in a function by jaxnorm's operations.
 
     Each call traces `fn`, looks in its jaxpr for code that is one of the operations, and runs the program with that
@@ -46,8 +60,13 @@ def autofuse(fn: Callable) -> Autofused:
     function that takes gradients itself, forward code shares its intermediate results with backward code, which
     leaves little to replace. Under `jit` tracing happens once; without it, at every call.
 
+    For a GPU it then looks for row programs: each reduction along rows, with the elementwise code around it (biases,
+    activations, dropout, residual sums, rotary embeddings, casts), in forward and in backward code, becomes one kernel
+    where that moves fewer bytes than XLA's fusions do (`fuse`).
+
     Args:
       fn: function of any pytrees. Leaves that are arrays are traced; all others are handed to it as they are.
+      platform: "cpu", "gpu" or "tpu", for which the function will be compiled; by default JAX's default backend.
 
     Returns:
       The function, with a method `explain`, which takes the same arguments (or `jax.ShapeDtypeStruct` for arrays) and
@@ -67,7 +86,11 @@ def autofuse(fn: Callable) -> Autofused:
         raise TypeError(
             f"autofuse: fn must be a function, got {type(fn).__name__}. Pass model.apply, say, not the model."
         )
-    return Autofused(fn)
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(
+            f"autofuse: platform must be one of {', '.join(PLATFORMS)} or None, got {platform!r}"
+        )
+    return Autofused(fn, platform)
 
 
 def _trace(fn: Callable, args, kwargs):

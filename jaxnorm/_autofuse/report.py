@@ -4,16 +4,22 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
 import jaxnorm
+from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.grown import Grown
 from jaxnorm._autofuse.match import Match
 from jaxnorm._autofuse.plan import Replacement, line_of, original_function
 from jaxnorm._autofuse.rewrite import Rewritten, operation_function
+from jaxnorm._lib import TARGET_PREFIX
 from jaxnorm._primitive.avals import struct_of, varying_axes
-from jaxnorm._primitive.programs import open_jaxpr
+from jaxnorm._primitive.programs import open_jaxpr, source_line
+from jaxnorm._rows import primitive
+from jaxnorm._rows.call import kernel_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +69,54 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowProgram:
+    """Code around reductions along rows.
+
+    Attributes:
+      kernel: the name that profiles show; None where the code is left.
+      rows, columns: of the arrays.
+      lines: of the user's code that it took, in order.
+      bytes: that the kernel reads and writes.
+      bytes_before: that XLA's fusions move for the same, at least.
+      replaced: "always", "where it is differentiated", or "no".
+      reason: why it is left, or "".
+      stops: equations that ended it, with their lines.
+      place: the loops, branches and the like that it is in, the outer one first.
+    """
+
+    kernel: str | None
+    rows: int
+    columns: int
+    lines: tuple[str, ...]
+    bytes: int
+    bytes_before: int
+    replaced: str
+    reason: str
+    stops: tuple[str, ...]
+    place: tuple[str, ...]
+
+    def __str__(self):
+        place = "".join(f", in {p}" for p in self.place)
+        head = f"row program of {self.rows} x {self.columns}{place}"
+        lines = [f"  line {line}" for line in self.lines]
+        if self.kernel is None:
+            return "\n".join((head, *lines, f"  left: {self.reason}"))
+        moves = f"  becomes {self.kernel}, which moves {_bytes(self.bytes)} instead of {_bytes(self.bytes_before)}"
+        ends = [f"  ends at {stop}" for stop in self.stops]
+        return "\n".join((head, *lines, moves, f"  used {self.replaced}", *ends))
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What autofuse found in a function, in the order of the program.
 
     Attributes:
-      candidates: what was found.
+      candidates: operations, and what looks like one.
+      row_programs: regions around reductions; looked for on GPUs alone.
     """
 
     candidates: tuple[Candidate, ...]
+    row_programs: tuple[RowProgram, ...] = ()
 
     @property
     def replaced(self) -> tuple[Candidate, ...]:
@@ -82,13 +128,50 @@ class Report:
 
     def __str__(self):
         head = f"autofuse: {len(self.replaced)} replaced, {len(self.left)} left"
-        return "\n".join((head, *map(str, self.candidates)))
+        kernels = sum(p.kernel is not None for p in self.row_programs)
+        if self.row_programs:
+            head += f"; {kernels} row programs, {len(self.row_programs) - kernels} left"
+        return "\n".join((head, *map(str, self.candidates), *map(str, self.row_programs)))
 
     __repr__ = __str__
 
 
-def report(rewritten: Rewritten) -> Report:
-    return Report(tuple(_candidates(rewritten, ())))
+def report(rewritten: Rewritten, grown: Grown | None) -> Report:
+    """What was found.
+
+    Args:
+      rewritten: the program with operations replaced.
+      grown: the same with row programs; None where they are not looked for.
+    """
+    programs = () if grown is None else tuple(_row_programs(grown, ()))
+    return Report(tuple(_candidates(rewritten, ())), programs)
+
+
+def _row_programs(grown: Grown, place: tuple[str, ...]) -> Iterator[RowProgram]:
+    finder = grown.finder
+    equations = finder.graph.equations
+    found: list[tuple[int, Any, str]] = [(r.nodes[0], r, "") for r in finder.regions]
+    found += [(r.nodes[0], r, reason) for r, reason in finder.left]
+    place_of = {id(e.node.eqn): i for i, e in enumerate(equations)}
+    found += [(place_of[id(eqn)], body, eqn.primitive.name) for eqn, body in grown.bodies]
+    for _, item, text in sorted(found, key=lambda f: f[0]):
+        if isinstance(item, Grown):
+            yield from _row_programs(item, (*place, text))
+            continue
+        lines = (source_line(equations[i].node.eqn) for i in item.nodes)
+        verdict = costs.ALWAYS if item.gains else costs.DIFFERENTIATED
+        yield RowProgram(
+            None if text else kernel_name(primitive.row_program_p.name.removeprefix(TARGET_PREFIX)),
+            item.rows,
+            item.columns,
+            tuple(dict.fromkeys(line for line in lines if line)),
+            item.bytes,
+            item.before,
+            "no" if text else verdict,
+            text,
+            item.stops,
+            place,
+        )
 
 
 def _candidates(rewritten: Rewritten, place: tuple[str, ...]) -> Iterator[Candidate]:

@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 import jaxnorm
 from jaxnorm._autofuse import costs
+from jaxnorm._autofuse.bodies import Place, bodies_of, retraced, run_with_bodies
 from jaxnorm._autofuse.match import Match
 from jaxnorm._autofuse.plan import (
     Plan,
@@ -22,23 +23,7 @@ from jaxnorm._autofuse.plan import (
 from jaxnorm._autofuse.program import CALLS, Equation, Level, Value
 from jaxnorm._autofuse.values import View
 from jaxnorm._primitive.avals import vary_as
-from jaxnorm._primitive.programs import (
-    open_jaxpr,
-    run_equation,
-    with_forward,
-    without_dead_code,
-)
-
-# Equations with programs inside: which parameters hold them.
-_BODIES = {
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",),
-    "shard_map": ("jaxpr",),
-}
+from jaxnorm._primitive.programs import open_jaxpr, run_equation, without_dead_code
 
 
 class Rewritten:
@@ -52,15 +37,13 @@ class Rewritten:
     def __init__(self, closed):
         self.plan = Plan(closed)
         self.bodies: list[tuple[Equation, Rewritten]] = []
-        self._inner: dict[tuple[int, str, int], Rewritten] = {}
+        self._inner: dict[int, dict[Place, Rewritten]] = {}
         for equation in self.plan.program.equations:
-            for name in _BODIES.get(equation.eqn.primitive.name, ()):
-                value = equation.eqn.params[name]
-                for i, body in enumerate(value if isinstance(value, tuple) else (value,)):
-                    inner = Rewritten(body)
-                    if inner.changes:
-                        self._inner[id(equation.eqn), name, i] = inner
-                    self.bodies.append((equation, inner))
+            for place, body in bodies_of(equation.eqn):
+                inner = Rewritten(body)
+                if inner.changes:
+                    self._inner.setdefault(id(equation.eqn), {})[place] = inner
+                self.bodies.append((equation, inner))
         self._changed = {r.level for r in self.plan.replacements}
         self._changed |= {e.level for e, inner in self.bodies if inner.changes}
         for level in list(self._changed):
@@ -104,46 +87,9 @@ class Rewritten:
             def run(*inner):
                 return self._run(child, inner)
 
-            params = {**eqn.params, name: _retrace(run, eqn.params[name])}
+            params = {**eqn.params, name: retraced(run, eqn.params[name])}
             return run_equation(eqn, operands, params)
-        names = _BODIES.get(eqn.primitive.name, ())
-        if not any(key[0] == id(eqn) for key in self._inner):
-            return run_equation(eqn, operands, eqn.params)
-        if eqn.primitive.name == "shard_map":
-            return _shard_map(eqn, operands, self._inner[id(eqn), "jaxpr", 0])
-        params = dict(eqn.params)
-        for name in names:
-            value = params[name]
-            bodies = [
-                _retrace(self._inner[id(eqn), name, i], body)
-                if (id(eqn), name, i) in self._inner
-                else body
-                for i, body in enumerate(value if isinstance(value, tuple) else (value,))
-            ]
-            params[name] = tuple(bodies) if isinstance(value, tuple) else bodies[0]
-        if eqn.primitive.name == "custom_vjp_call":  # differentiated, it runs this and not its body
-            params["fwd_jaxpr_thunk"] = with_forward(params["fwd_jaxpr_thunk"], rewrite)
-        return run_equation(eqn, operands, params)
-
-
-def _retrace(function: Callable, like):
-    """A jaxpr of `function`, open or closed as `like` is, for operands as those of `like`."""
-    closed = jax.make_jaxpr(function)(*(v.aval for v in open_jaxpr(like)[0].invars))
-    return closed if hasattr(like, "consts") else open_jaxpr(closed)[0]
-
-
-def _shard_map(eqn, operands, function) -> list:
-    """A shard_map with another body, which is traced anew: inside it, axes have names and arrays vary along them."""
-    p = eqn.params
-    mapped = jax.shard_map(
-        lambda *blocks: tuple(function(*blocks)),
-        mesh=p["mesh"],
-        in_specs=tuple(p["in_specs"]),
-        out_specs=tuple(p["out_specs"]),
-        check_vma=p["check_vma"],
-        axis_names=set(p["newly_manual_axes"]),
-    )
-    return list(mapped(*operands))
+        return run_with_bodies(eqn, operands, self._inner.get(id(eqn), {}), rewrite)
 
 
 def _replace(replacement: Replacement, read: Callable) -> dict:
@@ -168,7 +114,12 @@ def replaced_function(replacement: Replacement) -> Callable:
 
     if replacement.rule.verdict == costs.ALWAYS:
         return operation
-    original = jax.custom_jvp(original_function(replacement))
+    return where_differentiated(operation, original_function(replacement))
+
+
+def where_differentiated(operation: Callable, original: Callable) -> Callable:
+    """`original`, and `operation` where JAX differentiates it."""
+    function = jax.custom_jvp(original)
 
     def rule(primals, tangents):
         present = [i for i, t in enumerate(tangents) if type(t) is not SymbolicZero]
@@ -179,8 +130,8 @@ def replaced_function(replacement: Replacement) -> Callable:
 
         return jax.jvp(of_present, [primals[i] for i in present], [tangents[i] for i in present])
 
-    original.defjvp(rule, symbolic_zeros=True)
-    return original
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
 
 
 def operation_function(replacement: Replacement) -> Callable:

@@ -116,6 +116,20 @@ def flatten(closed) -> Equations:
     return Equations(inputs, tuple(reversed(kept)), tuple(outputs))
 
 
+def operations_of(eqn) -> list[Equation]:
+    """The operations of an equation: itself, or those of the jaxpr that it runs once."""
+    inputs = tuple(
+        Constant(v.val, v.aval) if isinstance(v, Literal) else Value(v.aval) for v in eqn.invars
+    )
+    body = body_of(eqn)
+    if body is None:
+        outputs = tuple(Value(v.aval) for v in eqn.outvars)
+        return [Equation(eqn.primitive.name, inputs, outputs, dict(eqn.params), "")]
+    found: list[Equation] = []
+    _inline(*open_jaxpr(body), inputs, found, "")
+    return found
+
+
 def _inline(jaxpr, consts, inputs, equations, line) -> list:
     """Appends the equations of a jaxpr with these inputs, and returns its outputs."""
     values = dict(zip(jaxpr.invars, inputs, strict=True))

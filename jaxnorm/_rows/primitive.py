@@ -128,14 +128,19 @@ def run(closed, operands: Sequence) -> list:
     return [results[kind][i] for kind, i in needed.results]
 
 
-def check(closed) -> None:
-    """Raises a ValueError if the part of a program that needs a kernel cannot be one."""
+def check(closed, row_sums: bool = False) -> None:
+    """Raises a ValueError if the part of a program that needs a kernel cannot be one.
+
+    Args:
+      closed: the program.
+      row_sums: whether it may have sums over rows.
+    """
     needed = _needed(closed)
     program = closed if needed.program is _ITSELF else needed.program
     if program is None or _is_empty(program):
         return
     try:
-        cached_program_of(program, False)
+        cached_program_of(program, row_sums)
     except NotARowProgram as error:
         if error.argument is not None:
             error.argument = needed.operands[error.argument]

@@ -79,7 +79,11 @@ class Flat:
       zeros: values that are 0 because they are linear in operands that are 0.
     """
 
-    def __init__(self, closed, zero_operands: Iterable[int] = ()):
+    def __init__(
+        self, closed, zero_operands: Iterable[int] = (), body_of: Callable[[Any], Any] = body_of
+    ):
+        """`body_of` gives the body of a call that is followed, and None for other equations."""
+        self._body_of = body_of
         self.avals: list = []
         self.nodes: list[Node] = []
         self.constants: dict[int, Any] = {}
@@ -111,7 +115,7 @@ class Flat:
 
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
-            body = body_of(eqn)
+            body = self._body_of(eqn)
             if body is None:
                 outputs = self._equation(eqn, inputs)
             else:
@@ -234,7 +238,7 @@ class Flat:
                 return values[atom]
 
             for node in nodes:
-                outputs = _run(node.eqn, [read(a) for a in node.inputs])
+                outputs = run_node(node.eqn, [read(a) for a in node.inputs])
                 for value, output in zip(node.outputs, outputs, strict=True):
                     values.setdefault(value, output)
             return [pack(values[r]) if r in bits else _array(r, read) for r in results]
@@ -315,7 +319,7 @@ def _key(eqn, inputs):
     return key
 
 
-def _run(eqn, operands) -> list:
+def run_node(eqn, operands) -> list:
     """Results of an equation; operands may vary along more axes of a shard_map than they did where it was traced."""
     if eqn.primitive.name == "pvary":
         return [vary_along(x, eqn.params["axes"]) for x in operands]

@@ -1,0 +1,129 @@
+"""The program with its regions as row programs."""
+
+import heapq
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from jaxnorm._autofuse.bodies import Place, bodies_of, run_with_bodies
+from jaxnorm._autofuse.regions import Finder, Region
+from jaxnorm._autofuse.rewrite import where_differentiated
+from jaxnorm._primitive.programs import open_jaxpr, run_program
+from jaxnorm._rows import primitive
+from jaxnorm._rows.save import Flat, run_node
+
+
+class Grown:
+    """A program with its regions as row programs, in the bodies of loops and branches too.
+
+    Attributes:
+      finder: the regions of the program itself.
+      bodies: the same for each equation's bodies.
+    """
+
+    def __init__(self, closed):
+        self._closed = closed
+        flat = Flat(closed, body_of=_opened)
+        self.finder = Finder(flat)
+        self.bodies: list[tuple[Any, Grown]] = []
+        self._inner: dict[int, dict[Place, Grown]] = {}
+        for equation in self.finder.graph.equations:
+            for place, body in bodies_of(equation.node.eqn):
+                inner = Grown(body)
+                self.bodies.append((equation.node.eqn, inner))
+                if inner.changes:
+                    self._inner.setdefault(id(equation.node), {})[place] = inner
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.finder.regions or self._inner)
+
+    def __call__(self, *operands) -> list:
+        if not self.changes:
+            return run_program(self._closed, *operands)
+        flat = self.finder.flat
+        values: dict[int, Any] = dict(flat.constants)
+        values.update(zip(flat.operands, operands, strict=True))
+
+        def read(atom):
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for item in _order(self.finder):
+            if isinstance(item, Region):
+                names, results = item.results, _run_region(item, list(map(read, item.inputs)))
+            else:
+                names, inputs = item.outputs, list(map(read, item.inputs))
+                bodies = self._inner.get(id(item))
+                if bodies:
+                    results = run_with_bodies(item.eqn, inputs, bodies, grow)
+                else:
+                    results = run_node(item.eqn, inputs)
+            values.update(zip(names, results, strict=True))
+        return list(map(read, flat.results))
+
+
+def grow(closed):
+    """The program with its regions as row programs."""
+    return jax.make_jaxpr(Grown(closed))(*(v.aval for v in open_jaxpr(closed)[0].invars))
+
+
+def _run_region(region: Region, operands) -> list:
+    def operation(*arrays):
+        return primitive.run(region.program, arrays)
+
+    def original(*arrays):
+        return run_program(region.program, *arrays)
+
+    if region.gains:
+        return operation(*operands)
+    return where_differentiated(operation, original)(*operands)
+
+
+def _opened(eqn):
+    """The body of a `jit` that says nothing about shardings, layouts or memory; None for other equations."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    p = eqn.params
+    unsaid = all(
+        type(s).__name__ == "UnspecifiedValue" for s in (*p["in_shardings"], *p["out_shardings"])
+    )
+    plain = not any(p["in_layouts"]) and not any(p["out_layouts"]) and not any(p["donated_invars"])
+    return p["jaxpr"] if unsaid and plain and not p["compiler_options_kvs"] else None
+
+
+def _order(finder: Finder) -> list:
+    """Equations and regions, operands before their users; equations keep their order where they can."""
+    graph = finder.graph
+    owner: dict[int, Any] = {i: r for r in finder.regions for i in r.nodes}
+    items: dict[int, Any] = {}  # first equation -> region, or equation
+    number: dict[int, int] = {}
+    for i in range(len(graph.equations)):
+        region = owner.get(i)
+        first = i if region is None else region.nodes[0]
+        items.setdefault(first, region if region is not None else graph.equations[i].node)
+        number[i] = first
+    made = {v: number[i] for v, i in graph.producer.items()}
+    waiting: dict[int, set[int]] = {}
+    for first, item in items.items():
+        if isinstance(item, Region):
+            needs = {made[v] for v in item.inputs if v in made}
+        else:
+            needs = {number[n] for n in graph.needs[first]}
+        waiting[first] = needs - {first}
+    users: dict[int, list[int]] = {}
+    for first, needs in waiting.items():
+        for n in needs:
+            users.setdefault(n, []).append(first)
+    ready = [first for first, needs in waiting.items() if not needs]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        first = heapq.heappop(ready)
+        order.append(items[first])
+        for user in users.get(first, ()):
+            waiting[user].discard(first)
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    assert len(order) == len(items)
+    return order

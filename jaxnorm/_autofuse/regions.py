@@ -1,0 +1,645 @@
+"""Where row programs are in a program: the elementwise code around each reduction along rows.
+
+A region starts at a reduction along the last axis and takes its neighbours, forward and backward, as far as they are
+elementwise on the same rows. Matrix products, convolutions, calls and control flow end it. A region is convex: nothing
+outside of it stands between two of its equations, so that it can run as one call. What a region computes and others
+use is a result of it. A later region computes such a result again where that moves fewer bytes than to write and to
+read it: backward code then reads x, not what forward made of it.
+
+Equal equations are one, and dead ones are gone, before regions are looked for.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxnorm._primitive.programs import source_line, trace_context
+from jaxnorm._rows import equations, primitive
+from jaxnorm._rows.dimensions import check_label
+from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.rules import RULES, STORED
+from jaxnorm._rows.save import Flat, Node
+
+# Regions that move fewer bytes are left.
+LEAST_BYTES = 1 << 18
+# Rows of fewer columns are left.
+LEAST_COLUMNS = 8
+# XLA's bytes divided by a region's, from which on the region is a kernel also where nothing is differentiated.
+LEAST_GAIN = 1.05
+# The most equations that a value is computed again with.
+CONE = 64
+# How many reasons a report gives for the end of a region.
+STOPS = 4
+
+_REDUCTIONS = ("reduce_", "arg")
+# Operations that row programs have, and that regions leave where they are: what they say is about the whole array.
+_LEFT = {
+    "copy_p", "jaxnorm_pack_bits", "jaxnorm_unpack_bits", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary",
+    "random_wrap", "reduce_precision", "reshard", "sharding_constraint",
+}  # fmt: skip
+# Calls that are row programs already, or that keep statistics over rows.
+_OPAQUE = ("jaxnorm_row_", "jaxnorm_batch_norm")
+_MOVES = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "expand_dims",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+# What is computed of parameters for each row again, because that costs next to nothing.
+_CHEAP = {*_MOVES, "add", "add_any", "mul", "neg", "sub"}
+_CUTS = {"concatenate", "pad", "reshape", "rev", "slice", "split", "transpose"}
+# What costs too much arithmetic to be computed twice.
+_COSTLY = {"random_bits", "threefry2x32"}
+# What is left out, one attempt after the other, where rows cannot have all.
+_ATTEMPTS = ("", "pieces of rows", "sums over rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A reduction in an equation, or in what it calls.
+
+    Attributes:
+      rows, columns: numbers of rows, and of elements of a row.
+      along_row: whether it runs along rows; otherwise it is a sum over rows.
+    """
+
+    rows: int
+    columns: int
+    along_row: bool
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """Equations that are one row program. Equations are numbered as in `Graph`, values as in `Flat`.
+
+    Attributes:
+      rows, columns: numbers of rows, and of elements of a row.
+      nodes: its equations, in order.
+      again: equations of earlier regions that it computes once more.
+      inputs, results: values.
+      program: the closed jaxpr from inputs to results.
+      bytes: that it reads and writes.
+      before: bytes that XLA moves for the same.
+      stops: what ended it, and where.
+    """
+
+    rows: int
+    columns: int
+    nodes: list[int]
+    again: list[int] = dataclasses.field(default_factory=list)
+    inputs: list[int] = dataclasses.field(default_factory=list)
+    results: list[int] = dataclasses.field(default_factory=list)
+    program: Any = None
+    bytes: int = 0
+    before: int = 0
+    stops: tuple[str, ...] = ()
+
+    @property
+    def gains(self) -> bool:
+        """Whether it is worth its kernel where nothing is differentiated."""
+        return self.before >= LEAST_GAIN * self.bytes
+
+
+# ---- equations ----
+
+
+def _inner(eqn) -> list:
+    """The operations of an equation; none where one of them is not an operation of rows."""
+    name = eqn.primitive.name
+    if eqn.effects or name.startswith(_OPAQUE) or name in ("checkpoint", "remat2"):
+        return []
+    if name in _LEFT or (name not in RULES and equations.body_of(eqn) is None):
+        return []
+    try:
+        found = equations.operations_of(eqn)
+    except NotARowProgram:
+        return []
+    known = all(e.primitive in RULES and _takes_a_label(e) for e in found)
+    return found if known else []
+
+
+def _takes_a_label(equation) -> bool:
+    """Whether a gather or scatter is of one element of each row."""
+    if equation.primitive not in ("gather", "scatter-add"):
+        return True
+    try:
+        check_label(equation)
+    except NotARowProgram:
+        return False
+    return True
+
+
+def _reduction(equation) -> Reduction | None:
+    if not equation.primitive.startswith(_REDUCTIONS) or "axes" not in equation.params:
+        return None
+    shape, axes = equation.inputs[0].aval.shape, equation.params["axes"]
+    long = [d for d, n in enumerate(shape) if n != 1]
+    reduced = [d for d in axes if shape[d] != 1]
+    if not reduced:
+        return None
+    if reduced == long[-1:]:
+        columns = math.prod(shape[d] for d in reduced)
+        return Reduction(math.prod(shape) // columns, columns, True)
+    if long[-1] not in reduced:
+        return Reduction(math.prod(shape) // shape[long[-1]], shape[long[-1]], False)
+    return Reduction(0, 0, False)  # of rows and columns
+
+
+def size(aval) -> int:
+    return math.prod(aval.shape)
+
+
+def nbytes(aval) -> int:
+    return size(aval) * np.dtype(aval.dtype).itemsize
+
+
+def _is_plain(aval) -> bool:
+    """Whether kernels hold such an array: its sizes are numbers, and so are its elements."""
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    return (
+        shape is not None
+        and isinstance(dtype, np.dtype)
+        and dtype in STORED
+        and all(isinstance(n, int) and n > 0 for n in shape)
+    )
+
+
+class Equation:
+    """What regions ask of an equation.
+
+    Attributes:
+      node: of the flat program.
+      reads: the values that it takes.
+      operations: its own, or those of what it calls; none where rows do not have them.
+      names: of the operations.
+      reductions: those of them that reduce.
+      depth: how many reductions along rows follow one another.
+    """
+
+    def __init__(self, node: Node, avals: list):
+        self.node = node
+        self.reads = list(dict.fromkeys(a for a in node.inputs if not isinstance(a, Literal)))
+        plain = all(_is_plain(avals[v]) for v in (*self.reads, *node.outputs))
+        self.operations = _inner(node.eqn) if plain and node.outputs else []
+        self.names = {e.primitive for e in self.operations}
+        self.reductions = []
+        self.depth = 0
+        level: dict = {}
+        for e in self.operations:
+            found = _reduction(e)
+            at = max((level.get(v, 0) for v in e.inputs), default=0)
+            if found is not None:
+                self.reductions.append(found)
+                at += found.along_row
+            level.update(dict.fromkeys(e.outputs, at))
+            self.depth = max(self.depth, at)
+        if any(r.rows == 0 for r in self.reductions):
+            self.operations = []
+
+    @property
+    def known(self) -> bool:
+        return bool(self.operations)
+
+    @property
+    def sums_rows(self) -> bool:
+        return any(not r.along_row for r in self.reductions)
+
+
+# ---- the graph ----
+
+
+class Graph:
+    """A flat program's equations, and which of them come before which.
+
+    Attributes:
+      flat: the program.
+      equations: what results need, or has an effect, in order.
+      producer: the equation that makes a value.
+      users: equations that read a value.
+      results: values that the program returns.
+      needs: equations that must run before one, directly.
+      before, after: all equations that run before or after one and itself, as bits.
+    """
+
+    def __init__(self, flat: Flat):
+        self.flat = flat
+        self.equations = [Equation(node, flat.avals) for node in _live(flat)]
+        self.producer = {v: i for i, e in enumerate(self.equations) for v in e.node.outputs}
+        self.users: dict[int, list[int]] = collections.defaultdict(list)
+        for i in range(len(self.equations)):
+            for v in self.equations[i].reads:
+                self.users[v].append(i)
+        self.results = {a for a in flat.results if not isinstance(a, Literal)}
+        self.needs = [self._needs(i) for i in range(len(self.equations))]
+        effects = [i for i, e in enumerate(self.equations) if e.node.eqn.effects]
+        for earlier, later in itertools.pairwise(effects):
+            self.needs[later].append(earlier)
+        self.before = [0] * len(self.equations)
+        self.after = [0] * len(self.equations)
+        for i, needed in enumerate(self.needs):
+            self.before[i] = 1 << i
+            for n in needed:
+                self.before[i] |= self.before[n]
+        for i in reversed(range(len(self.equations))):
+            self.after[i] |= 1 << i
+            for n in self.needs[i]:
+                self.after[n] |= self.after[i]
+
+    def _needs(self, i) -> list[int]:
+        found = (self.producer[v] for v in self.equations[i].reads if v in self.producer)
+        return list(dict.fromkeys(found))
+
+    def neighbours(self, i) -> Iterator[int]:
+        """Equations that make what one reads or read what it makes, and sums over rows of what it reads."""
+        yield from self.needs[i]
+        for v in self.equations[i].node.outputs:
+            yield from self.users.get(v, ())
+        for v in self.equations[i].reads:
+            yield from (u for u in self.users[v] if self.equations[u].sums_rows)
+
+    def unite(self, members: int) -> None:
+        """Makes equations one call: what comes before one of them comes before all."""
+        before = after = 0
+        for i in bits(members):
+            before |= self.before[i]
+            after |= self.after[i]
+        for i in bits(after | members):
+            self.before[i] |= before
+        for i in bits(before | members):
+            self.after[i] |= after
+
+    def aval(self, value):
+        return self.flat.avals[value]
+
+
+def bits(number: int) -> list[int]:
+    """The numbers of the bits that are set."""
+    words = np.frombuffer(number.to_bytes(number.bit_length() // 8 + 1, "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
+
+
+def _live(flat: Flat) -> list[Node]:
+    """The equations that results need, and those with effects."""
+    live = {a for a in flat.results if not isinstance(a, Literal)}
+    nodes = []
+    for node in reversed(flat.nodes):
+        if node.eqn.effects or any(v in live for v in node.outputs):
+            nodes.append(node)
+            live.update(a for a in node.inputs if not isinstance(a, Literal))
+    return nodes[::-1]
+
+
+# ---- growing ----
+
+
+class Finder:
+    """Finds the regions of a program.
+
+    Attributes:
+      regions: that become kernels, in the order of their first equation.
+      left: (region, reason) of those that do not.
+    """
+
+    def __init__(self, flat: Flat):
+        self.flat, self.graph = flat, Graph(flat)
+        self.regions: list[Region] = []
+        self.left: list[tuple[Region, str]] = []
+        self._taken = 0
+        # Reductions along rows first: they may take sums over rows with them.
+        for along_row in (True, False):
+            for i, equation in enumerate(self.graph.equations):
+                found = next((r for r in equation.reductions if r.along_row == along_row), None)
+                if equation.known and found and not self._taken >> i & 1:
+                    self._start(i, found)
+        self._compute_again()
+        self._decide()
+
+    def _start(self, seed: int, reduction: Reduction) -> None:
+        if reduction.columns < LEAST_COLUMNS or reduction.rows < 2:
+            return
+        # What rows cannot have together shows in the whole program alone. Less is tried then.
+        for without in _ATTEMPTS:
+            members, stops = self._grow(seed, reduction, without)
+            region = Region(reduction.rows, reduction.columns, bits(members), stops=stops)
+            self._connect([region])
+            reason = self._refusal(region)
+            if not reason or without == _ATTEMPTS[-1]:
+                self._taken |= members
+                self.graph.unite(members)
+                if reason:
+                    self.left.append((region, reason))
+                else:
+                    self.regions.append(region)
+                return
+
+    def _grow(self, seed: int, reduction: Reduction, without: str) -> tuple[int, tuple[str, ...]]:
+        """The members of a region as bits, and what stopped it."""
+        graph = self.graph
+        members, before, after = 1 << seed, graph.before[seed], graph.after[seed]
+        stops: dict[int, str] = {}
+        grown = True
+        while grown:
+            grown = False
+            for i in dict.fromkeys(n for m in bits(members) for n in graph.neighbours(m)):
+                if members >> i & 1:
+                    continue
+                added = 1 << i
+                b, a = before | graph.before[i], after | graph.after[i]
+                added |= b & a & ~members  # what stands between
+                blocks = (
+                    k for k in bits(added) if not self._fits(k, members | added, reduction, without)
+                )
+                blocking = next(blocks, None)
+                if blocking is not None:
+                    stops[i] = self._stop(blocking)
+                    continue
+                for k in bits(added):
+                    before |= graph.before[k]
+                    after |= graph.after[k]
+                members |= added
+                grown = True
+        found = dict.fromkeys(s for i, s in stops.items() if not members >> i & 1)
+        return self._trimmed(members, seed), tuple(found)[:STOPS]
+
+    def _stop(self, i) -> str:
+        eqn = self.graph.equations[i].node.eqn
+        line = source_line(eqn)
+        return f"{eqn.primitive.name}{f' ({line})' if line else ''}"
+
+    def _fits(self, i: int, members: int, reduction: Reduction, without: str) -> bool:
+        """Whether an equation is one of a region's rows."""
+        graph, equation = self.graph, self.graph.equations[i]
+        rows, columns = reduction.rows, reduction.columns
+        if self._taken >> i & 1 or not equation.known:
+            return False
+        makers = [graph.producer[v] for v in equation.reads if v in graph.producer]
+        if equation.sums_rows:
+            # A sum over rows is of what the region has, and nothing of the region is computed from it.
+            inside = all(
+                any(members >> n & 1 for n in (*graph.users[v], graph.producer.get(v, i)) if n != i)
+                for v in equation.reads
+            )
+            same = all(r.rows * r.columns == rows * columns for r in equation.reductions)
+            return without != "sums over rows" and inside and same
+        if any((r.rows, r.columns) != (rows, columns) for r in equation.reductions):
+            return False
+        if any(members >> n & 1 and graph.equations[n].sums_rows for n in makers):
+            return False
+        if without and equation.names & _CUTS:
+            return False
+        return all(
+            self._is_of_rows(v, rows, columns) or self._is_of_columns(v, i, members, columns)
+            for v in equation.node.outputs
+        )
+
+    def _is_of_rows(self, value, rows, columns) -> bool:
+        """Whether an array has a number for each row, or pieces of rows."""
+        count, rest = divmod(size(self.graph.aval(value)), rows)
+        return rest == 0 and (count == 1 or columns <= 8 * count <= 64 * columns)
+
+    def _is_of_columns(self, value, i, members, columns) -> bool:
+        """Whether an array is parameters that the region alone needs, for next to no work."""
+        graph = self.graph
+        return (
+            size(graph.aval(value)) <= 8 * columns
+            and graph.equations[i].names <= _CHEAP
+            and value not in graph.results
+            and all(members >> u & 1 for u in graph.users[value])
+        )
+
+    def _trimmed(self, members: int, seed: int) -> int:
+        """Without what only moves or converts at the border, unless fewer bytes are read or written so."""
+        graph, changed = self.graph, True
+        while changed:
+            changed = False
+            for i in bits(members & ~(1 << seed)):
+                equation = graph.equations[i]
+                if not equation.names <= _MOVES or len(equation.reads) != 1:
+                    continue
+                (source,), (result,) = equation.reads, equation.node.outputs
+                less = nbytes(graph.aval(source)) - nbytes(graph.aval(result))
+                first = source not in graph.producer or not members >> graph.producer[source] & 1
+                last = not any(members >> u & 1 for u in graph.users[result])
+                if (first and less >= 0) or (last and less <= 0):
+                    members &= ~(1 << i)
+                    changed = True
+        return members
+
+    def _refusal(self, region: Region) -> str:
+        """Sets a region's program. Returns why rows cannot run it, or ""."""
+        region.program = program_of(self.graph, region)
+        try:
+            primitive.check(region.program, row_sums=True)
+        except NotARowProgram as error:
+            return str(error).removeprefix("fuse: ")
+        return ""
+
+    # ---- inputs and results ----
+
+    def _connect(self, regions: list[Region]) -> None:
+        """Sets the regions' inputs and results: what none of their equations makes, and what others need of it."""
+        graph = self.graph
+        owner = {i: r for r in regions for i in r.nodes}
+        readers: dict[int, list[Region]] = {}
+        for region in regions:
+            region.inputs = self._inputs({*region.nodes, *region.again})
+            for v in region.inputs:
+                readers.setdefault(v, []).append(region)
+        for region in regions:
+            region.results = [
+                v
+                for i in region.nodes
+                for v in graph.equations[i].node.outputs
+                if v in graph.results or v in readers or any(u not in owner for u in graph.users[v])
+            ]
+
+    def _inputs(self, members: set[int]) -> list[int]:
+        equations = [self.graph.equations[i] for i in sorted(members)]
+        made = {v for e in equations for v in e.node.outputs}
+        return list(dict.fromkeys(v for e in equations for v in e.reads if v not in made))
+
+    def _compute_again(self) -> None:
+        """Lets regions compute what earlier code would have to write for them."""
+        readers = self._readers()
+        for region in self.regions:
+            whole = [v for v in region.inputs if self._is_whole(v, region)]
+            for v in sorted(whole, key=lambda v: -self._nbytes(v)):
+                cone = self._cone(v, region, readers)
+                if not cone:
+                    continue
+                again = {*region.again, *cone}
+                inputs = self._inputs({*region.nodes, *again})
+                new = sum(self._nbytes(u) for u in inputs if u not in region.inputs)
+                others = any(r is not region for r in readers[v])
+                if v not in inputs and new < self._nbytes(v) * (1 if others else 2):
+                    region.again, region.inputs = sorted(again), inputs
+                    readers[v].remove(region)
+        self._connect(self.regions)
+
+    def _readers(self) -> dict[int, list]:
+        """What reads a value from memory: regions; None for code that no region has.
+
+        XLA computes elementwise code again where it is read, but not what a region has made.
+        """
+        graph = self.graph
+        apart = {i for r in self.regions for i in r.nodes}
+        readers: dict[int, list] = {v: [None] for v in graph.results}
+        for i, equation in enumerate(graph.equations):
+            for v in equation.reads if i not in apart else ():
+                if not equation.known or graph.producer.get(v) in apart:
+                    readers.setdefault(v, []).append(None)
+        for region in self.regions:
+            for v in region.inputs:
+                readers.setdefault(v, []).append(region)
+        return readers
+
+    def _cone(self, value: int, region: Region, readers: dict[int, list]) -> set[int]:
+        """The equations that compute a value from what is in memory, and from numbers of rows; empty if rows cannot."""
+        graph, cone, front = self.graph, set(), [value]
+        while front:
+            v = front.pop()
+            i = graph.producer.get(v)
+            if i in cone:
+                continue
+            if i is None or not graph.equations[i].known:
+                if v == value:
+                    return set()
+                continue
+            equation = graph.equations[i]
+            if v != value:
+                others = any(r is not region for r in readers.get(v, ()))
+                if v in region.inputs or others or size(graph.aval(v)) <= region.rows:
+                    continue
+            of_rows = all(
+                self._is_of_rows(u, region.rows, region.columns) for u in equation.node.outputs
+            )
+            if not of_rows or equation.sums_rows or equation.names & _COSTLY or len(cone) > CONE:
+                return set()
+            cone.add(i)
+            front += equation.reads
+        return cone
+
+    def _is_whole(self, value: int, region: Region) -> bool:
+        return 8 * size(self.graph.aval(value)) >= region.rows * region.columns
+
+    # ---- which regions are worth it ----
+
+    def _decide(self) -> None:
+        found = [region for region in self.regions if region.results]
+        self.regions = []
+        for region in found:
+            reason = self._refusal(region)
+            if reason and region.again:
+                region.again = []
+                self._connect(found)
+                reason = self._refusal(region)
+            region.bytes = sum(map(self._nbytes, (*region.inputs, *region.results)))
+            region.before = self._bytes_of_xla(region)
+            if not reason and region.before == region.bytes and not self._reduces(region):
+                reason = "XLA reads as little"
+            if not reason and region.bytes < LEAST_BYTES:
+                reason = f"it moves {region.bytes:,} bytes; its kernel would take longer to launch"
+            if reason:
+                self.left.append((region, reason))
+            else:
+                self.regions.append(region)
+        # What a region that is left made for others, it makes still; what another was to compute again, it may need.
+        self._connect(self.regions)
+        for region in self.regions:
+            region.program = program_of(self.graph, region)
+
+    def _reduces(self, region: Region) -> bool:
+        return any(self.graph.equations[i].depth for i in region.nodes)
+
+    def _nbytes(self, value) -> int:
+        return nbytes(self.graph.aval(value))
+
+    def _bytes_of_xla(self, region: Region) -> int:
+        """Bytes that XLA moves, at least: one pass for each level of reductions, and one for sums over rows.
+
+        A fusion of XLA's ends at a reduction whose result is spread along the row again. What several fusions need is
+        computed in each of them. One result of all elements, and reductions along rows that lead to it, are a single
+        fusion.
+        """
+        graph = self.graph
+        inputs = {v for v in region.inputs if self._is_whole(v, region)}
+        large = [v for v in region.results if self._is_whole(v, region)]
+        level: dict[int, int] = {}
+        reads: dict[int, frozenset] = {v: frozenset((v,)) for v in inputs}
+        passes: dict[tuple[int, bool], set] = collections.defaultdict(set)
+        for i in sorted({*region.nodes, *region.again}):
+            equation = graph.equations[i]
+            at = max((level.get(v, 0) for v in equation.reads), default=0)
+            read = frozenset().union(*(reads.get(v, frozenset()) for v in equation.reads))
+            if equation.sums_rows:
+                passes[at, True] |= read
+            for step in range(equation.depth):
+                passes[at + step, False] |= read
+            at += equation.depth
+            for v in equation.node.outputs:
+                level[v] = at
+                reads[v] = read if self._is_whole(v, region) else frozenset()
+                if v in large:
+                    passes[at, False] |= read
+        together = len(large) == 1 and not any(over_rows for _, over_rows in passes)
+        whole = [inputs] if together else passes.values()
+        few = (v for v in region.inputs if v not in inputs)
+        return (
+            sum(self._nbytes(v) for read in whole for v in read)
+            + sum(map(self._nbytes, few))
+            + sum(map(self._nbytes, region.results))
+        )
+
+
+# ---- programs ----
+
+_programs: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+def program_of(graph: Graph, region: Region):
+    """The region's closed jaxpr; that of an equal region, such as another layer's, where there is one."""
+    try:
+        key = _key(graph, region)
+        found = _programs.get(key)
+    except TypeError:  # parameters that have no hash
+        key = found = None
+    if found is None:
+        found, none = graph.flat.program(region.inputs, region.results)
+        assert not none
+        if key is not None:
+            _programs[key] = found
+    return found
+
+
+def _key(graph: Graph, region: Region):
+    """Equal for regions that do the same; functions in the parameters are compared by identity."""
+    numbers = {v: n for n, v in enumerate(region.inputs)}
+    lines = []
+    for i in sorted({*region.nodes, *region.again}):
+        node = graph.equations[i].node
+        atoms = tuple(
+            (np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else numbers[a]
+            for a in node.inputs
+        )
+        for v in node.outputs:
+            numbers[v] = len(numbers)
+        params = tuple(sorted(node.eqn.params.items(), key=lambda item: item[0]))
+        avals = tuple(map(graph.aval, node.outputs))
+        lines.append((node.eqn.primitive, atoms, params, avals))
+    key = (
+        tuple(map(graph.aval, region.inputs)),
+        tuple(lines),
+        tuple(numbers[v] for v in region.results),
+        trace_context(),
+    )
+    hash(key)
+    return key

@@ -26,6 +26,7 @@ from jaxnorm._rows import explain, launcher, primitive, save, tune
 from jaxnorm._rows.call import device_here, row_call
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.explain import Kernel
+from jaxnorm._rows.keys import data_of, is_key, kind_of, with_kind
 
 
 def fuse(fn: Callable) -> "Fused":
@@ -174,12 +175,12 @@ class _Arguments:
                 self._kinds.append(_Nothing(np.shape(leaf)))
                 continue
             array = _to_array(leaf, functools.partial(names, i))
-            kind = _kind_of(array)
+            kind = kind_of(array)
             if isinstance(array, jax.ShapeDtypeStruct):
-                array = jax.eval_shape(_data, array)
+                array = jax.eval_shape(data_of, array)
                 self.avals.append(jax.make_jaxpr(lambda x: x)(array).in_avals[0])
             else:
-                array = _data(array)
+                array = data_of(array)
                 self.avals.append(jax.typeof(array))
             self._kinds.append(kind)
             self.names.append(functools.partial(names, i))
@@ -236,30 +237,10 @@ def _name_of_leaf(fn, args, kwargs, i) -> str:
     return f"argument {i}"
 
 
-def _is_key(aval) -> bool:
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-
-
-def _kind_of(array):
-    """The generator of random keys; None of other arrays."""
-    if not _is_key(array):
-        return None
-    if isinstance(array, jax.Array):
-        return jax.random.key_impl(array)
-    kinds: list = []
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), array)
-    return kinds[0]
-
-
-def _data(array):
-    return jax.random.key_data(array) if _is_key(array) else array
-
-
 def _wrapped(kind, arrays):
     if isinstance(kind, _Nothing):
         return np.zeros(kind.shape, jax.dtypes.float0)
-    array = next(arrays)
-    return array if kind is None else jax.random.wrap_key_data(array, impl=kind)
+    return with_kind(next(arrays), kind)
 
 
 # ---- tracing ----
@@ -300,8 +281,8 @@ def _trace(fn, arguments: _Arguments) -> _Trace:
                 kinds.append(_Nothing(leaf.shape))
                 continue
             array = _to_array(leaf, lambda i=i: f"result {i}")
-            kinds.append(_kind_of(array))
-            arrays.append(_data(array))
+            kinds.append(kind_of(array))
+            arrays.append(data_of(array))
         results[:] = structure, kinds
         return arrays
 
@@ -333,8 +314,8 @@ def _with_operands(closed):
         return closed, [], None
     flat = save.Flat(closed)
     given = [*flat.operands, *flat.constants]
-    constants = [_data(a) for a in flat.constants.values()]
-    kinds = [*(None for _ in flat.operands), *map(_kind_of, flat.constants.values())]
+    constants = [data_of(a) for a in flat.constants.values()]
+    kinds = [*(None for _ in flat.operands), *map(kind_of, flat.constants.values())]
     avals = [*(flat.avals[v] for v in flat.operands), *map(jax.typeof, constants)]
     made = _keys_made(flat, given)
 
@@ -348,8 +329,8 @@ def _with_operands(closed):
 
         def make(*arrays):
             found = with_keys(given, made, tuple(kinds), *arrays)
-            kinds.extend(map(_kind_of, found))
-            return list(map(_data, found))
+            kinds.extend(map(kind_of, found))
+            return list(map(data_of, found))
 
         keys, _ = closed_of(make, avals)
         avals = [*avals, *keys.out_avals]
@@ -370,13 +351,13 @@ def _keys_made(flat, given) -> list[int]:
         for n in nodes
         if n.eqn.primitive.name == "random_wrap" and n.inputs[0] in given
     }
-    readers = [n for n in nodes if not _is_key(flat.avals[n.outputs[0]])]
+    readers = [n for n in nodes if not is_key(flat.avals[n.outputs[0]])]
     made = {
         a
         for n in readers
         for a in n.inputs
         if not isinstance(a, Literal)
-        and _is_key(flat.avals[a])
+        and is_key(flat.avals[a])
         and a not in wraps
         and a not in given
     }

@@ -11,6 +11,7 @@ from jaxnorm._autofuse.regions import Finder, Region
 from jaxnorm._autofuse.rewrite import where_differentiated
 from jaxnorm._primitive.programs import open_jaxpr, run_program
 from jaxnorm._rows import primitive
+from jaxnorm._rows.keys import data_of
 from jaxnorm._rows.save import Flat, run_node
 
 
@@ -69,6 +70,8 @@ def grow(closed):
 
 
 def _run_region(region: Region, operands) -> list:
+    operands = list(map(data_of, operands))
+
     def operation(*arrays):
         return primitive.run(region.program, arrays)
 

@@ -17,13 +17,15 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxnorm._primitive.programs import source_line, trace_context
+from jaxnorm._primitive.programs import closed_of, run_program, source_line, trace_context
 from jaxnorm._rows import equations, primitive
-from jaxnorm._rows.dimensions import check_label
+from jaxnorm._rows.dimensions import check_label, looks_into_one
 from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.keys import data_of, is_key, kind_of, with_kind
 from jaxnorm._rows.rules import RULES, STORED
 from jaxnorm._rows.save import Flat, Node
 
@@ -35,6 +37,8 @@ LEAST_COLUMNS = 8
 LEAST_GAIN = 1.05
 # The most equations that a value is computed again with.
 CONE = 64
+# The longest rows that a fusion of XLA's reads once, reductions and what follows them.
+XLA_COLUMNS = 8192
 # How many reasons a report gives for the end of a region.
 STOPS = 4
 
@@ -129,7 +133,7 @@ def _inner(eqn) -> list:
 
 def _takes_a_label(equation) -> bool:
     """Whether a gather or scatter is of one element of each row."""
-    if equation.primitive not in ("gather", "scatter-add"):
+    if equation.primitive not in ("gather", "scatter-add") or looks_into_one(equation):
         return True
     try:
         check_label(equation)
@@ -159,7 +163,7 @@ def size(aval) -> int:
 
 
 def nbytes(aval) -> int:
-    return size(aval) * np.dtype(aval.dtype).itemsize
+    return 0 if is_key(aval) else size(aval) * np.dtype(aval.dtype).itemsize
 
 
 def _is_plain(aval) -> bool:
@@ -188,7 +192,10 @@ class Equation:
     def __init__(self, node: Node, avals: list):
         self.node = node
         self.reads = list(dict.fromkeys(a for a in node.inputs if not isinstance(a, Literal)))
-        plain = all(_is_plain(avals[v]) for v in (*self.reads, *node.outputs))
+        plain = all(_is_plain(avals[v]) for v in node.outputs) and all(
+            _is_plain(avals[v]) or (node.eqn.primitive.name == "random_bits" and is_key(avals[v]))
+            for v in self.reads
+        )
         self.operations = _inner(node.eqn) if plain and node.outputs else []
         self.names = {e.primitive for e in self.operations}
         self.reductions = []
@@ -478,7 +485,10 @@ class Finder:
                     continue
                 again = {*region.again, *cone}
                 inputs = self._inputs({*region.nodes, *again})
-                new = sum(self._nbytes(u) for u in inputs if u not in region.inputs)
+                # Of a longer array, no more than the piece is read.
+                new = sum(
+                    min(self._nbytes(u), self._nbytes(v)) for u in inputs if u not in region.inputs
+                )
                 others = any(r is not region for r in readers[v])
                 if v not in inputs and new < self._nbytes(v) * (1 if others else 2):
                     region.again, region.inputs = sorted(again), inputs
@@ -550,12 +560,16 @@ class Finder:
                 reason = f"it moves {region.bytes:,} bytes; its kernel would take longer to launch"
             if reason:
                 self.left.append((region, reason))
-            else:
+            elif len(region.nodes) > 1 or not self._is_call(region):
                 self.regions.append(region)
         # What a region that is left made for others, it makes still; what another was to compute again, it may need.
         self._connect(self.regions)
         for region in self.regions:
             region.program = program_of(self.graph, region)
+
+    def _is_call(self, region: Region) -> bool:
+        """Whether it is one call, as of an operation of jaxnorm's, which has a kernel."""
+        return len(self.graph.equations[region.nodes[0]].operations) > 1
 
     def _reduces(self, region: Region) -> bool:
         return any(self.graph.equations[i].depth for i in region.nodes)
@@ -568,7 +582,7 @@ class Finder:
 
         A fusion of XLA's ends at a reduction whose result is spread along the row again. What several fusions need is
         computed in each of them. One result of all elements, and reductions along rows that lead to it, are a single
-        fusion.
+        fusion if rows are short.
         """
         graph = self.graph
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
@@ -590,7 +604,8 @@ class Finder:
                 reads[v] = read if self._is_whole(v, region) else frozenset()
                 if v in large:
                     passes[at, False] |= read
-        together = len(large) == 1 and not any(over_rows for _, over_rows in passes)
+        alone = len(large) == 1 and not any(over_rows for _, over_rows in passes)
+        together = alone and region.columns <= XLA_COLUMNS
         whole = [inputs] if together else passes.values()
         few = (v for v in region.inputs if v not in inputs)
         return (
@@ -613,11 +628,31 @@ def program_of(graph: Graph, region: Region):
     except TypeError:  # parameters that have no hash
         key = found = None
     if found is None:
-        found, none = graph.flat.program(region.inputs, region.results)
-        assert not none
+        found = _with_key_data(graph.flat, region)
         if key is not None:
             _programs[key] = found
     return found
+
+
+def _with_key_data(flat: Flat, region: Region):
+    """The region's program, of the data of random keys."""
+    program, none = flat.program(region.inputs, region.results)
+    assert not none
+    avals = [flat.avals[v] for v in region.inputs]
+    if not any(map(is_key, avals)):
+        return program
+    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) if is_key(a) else None for a in avals]
+    kinds = [None if a is None else kind_of(a) for a in arrays]
+
+    def of_data(*operands):
+        return run_program(program, *map(with_kind, operands, kinds))
+
+    given = [
+        a if s is None else jax.eval_shape(data_of, s) for a, s in zip(avals, arrays, strict=True)
+    ]
+    closed, none = closed_of(of_data, given)
+    assert not none
+    return closed
 
 
 def _key(graph: Graph, region: Region):

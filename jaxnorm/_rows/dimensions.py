@@ -27,6 +27,19 @@ def label_dimension(equation) -> int:
     return looked_up[0] if len(looked_up) == 1 else len(equation.inputs[0].aval.shape) - 1
 
 
+def looks_into_one(equation) -> bool:
+    """Whether a gather or scatter looks whole arrays up, with one index, along a dimension of size 1."""
+    numbers, gather = equation.params["dimension_numbers"], equation.primitive == "gather"
+    looked_up = numbers.start_index_map if gather else numbers.scatter_dims_to_operand_dims
+    shape, index = (v.aval.shape for v in equation.inputs[:2])
+    if len(looked_up) != 1 or numbers.operand_batching_dims or not all(map(is_one, index)):
+        return False
+    if gather:
+        return is_one(shape[looked_up[0]]) and tuple(equation.params["slice_sizes"]) == shape
+    rest = tuple(n for i, n in enumerate(shape) if i not in numbers.inserted_window_dims)
+    return is_one(shape[looked_up[0]]) and equation.inputs[2].aval.shape == rest
+
+
 def check_label(equation):
     """The dimension numbers of a gather or scatter, which must be of one element of each row."""
     numbers = equation.params["dimension_numbers"]

@@ -4,11 +4,12 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jaxnorm._primitive.programs import cached_by_program
-from jaxnorm._rows.dimensions import label_dimension
+from jaxnorm._rows.dimensions import label_dimension, looks_into_one
 from jaxnorm._rows.equations import Constant, Equation, NotARowProgram, Value, flatten
 from jaxnorm._rows.graph import BOOL, DOUBLE, FLOAT, INT, UINT, Graph, Node, is_literal
 from jaxnorm._rows.view import Layout, View
@@ -658,9 +659,26 @@ def _label(builder, equation, indices):
     return indices[0]
 
 
+def _fill(equation):
+    """What a gather returns for a label that is no class."""
+    fill, aval = equation.params["fill_value"], equation.outputs[0].aval
+    if fill is not None:
+        return fill
+    if jnp.issubdtype(aval.dtype, np.inexact):
+        return np.nan
+    return np.iinfo(aval.dtype).min if aval.dtype.kind == "i" else 0
+
+
 @_rule("gather")
 def _gather(builder, equation, source, indices):
     graph, value = builder.graph, equation.inputs[0]
+    if looks_into_one(equation):
+        if "FILL" not in str(equation.params["mode"]):
+            return source
+        index = indices[0]
+        first = graph.node("eq", (index, graph.literal(0, index.dtype)), None, BOOL)
+        fill = graph.literal(_fill(equation), source[0].dtype)
+        return [graph.select(first, p, fill) for p in source]
     label = _label(builder, equation, indices)
     panels = builder.lift(source, builder.count(value))
     columns, mode = len(panels) * graph.width, str(equation.params["mode"])
@@ -685,21 +703,25 @@ def _gather(builder, equation, source, indices):
         None,
         BOOL,
     )
-    fill = equation.params["fill_value"]
-    if fill is None:
-        aval = equation.outputs[0].aval
-        fill = (
-            np.nan if found.floating else np.iinfo(aval.dtype).min if aval.dtype.kind == "i" else 0
-        )
+    fill = _fill(equation)
     return [graph.select(inside, found, graph.literal(fill, found.dtype))]
 
 
 @_rule("scatter-add")
 def _scatter_add(builder, equation, source, indices, updates):
     graph = builder.graph
-    label = _label(builder, equation, indices)
     if "CLIP" in str(equation.params["mode"]):
         raise equation.refuse("must not clip its labels")
+    if looks_into_one(equation):
+        panels = builder.lift(source, builder.count(equation.outputs[0]))
+        updates = builder.lift(updates, len(panels))
+        index = indices[0]
+        first = graph.node("eq", (index, graph.literal(0, index.dtype)), None, BOOL)
+        zero = graph.literal(0, updates[0].dtype)
+        return [
+            graph.add(p, graph.select(first, u, zero)) for p, u in zip(panels, updates, strict=True)
+        ]
+    label = _label(builder, equation, indices)
     panels = builder.lift(source, builder.count(equation.outputs[0]))
     zero = graph.literal(0, updates[0].dtype)
     return [

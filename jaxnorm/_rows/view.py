@@ -11,7 +11,13 @@ memory, and neighbouring rows lie next to each other.
 import dataclasses
 import math
 
-from jaxnorm._rows.dimensions import check_label, cut_dimensions, is_one, label_dimension
+from jaxnorm._rows.dimensions import (
+    check_label,
+    cut_dimensions,
+    is_one,
+    label_dimension,
+    looks_into_one,
+)
 from jaxnorm._rows.equations import Constant, Equation, Equations, NotARowProgram, Value
 
 # A row's pieces are values by themselves: many of them make a kernel long.
@@ -242,7 +248,14 @@ class View:
             places += [(a, n + high)] if high < 0 else []
             self._cuts += [(dim[0], place, equation) for dim, place in places if dim]
 
+    def _relate_long(self, equation, first, second):
+        """Two arrays whose dimensions are the same but for those of size 1."""
+        self._equate(equation, *([d for d in self.dims(v) if d] for v in (first, second)))
+
     def _relate_gather(self, equation):
+        if looks_into_one(equation):
+            self._relate_long(equation, equation.inputs[0], equation.outputs[0])
+            return
         numbers = check_label(equation)
         operand, indices = equation.inputs
         result = equation.outputs[0]
@@ -254,6 +267,10 @@ class View:
         )
 
     def _relate_scatter_add(self, equation):
+        if looks_into_one(equation):
+            for value in (equation.inputs[0], equation.inputs[2]):
+                self._relate_long(equation, value, equation.outputs[0])
+            return
         numbers = check_label(equation)
         operand, indices, updates = equation.inputs
         self._equate(equation, self.dims(operand), self.dims(equation.outputs[0]))

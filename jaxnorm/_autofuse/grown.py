@@ -98,34 +98,38 @@ def _opened(eqn):
 def _order(finder: Finder) -> list:
     """Equations and regions, operands before their users; equations keep their order where they can."""
     graph = finder.graph
-    owner: dict[int, Any] = {i: r for r in finder.regions for i in r.nodes}
-    items: dict[int, Any] = {}  # first equation -> region, or equation
-    number: dict[int, int] = {}
-    for i in range(len(graph.equations)):
-        region = owner.get(i)
-        first = i if region is None else region.nodes[0]
-        items.setdefault(first, region if region is not None else graph.equations[i].node)
-        number[i] = first
-    made = {v: number[i] for v, i in graph.producer.items()}
-    waiting: dict[int, set[int]] = {}
-    for first, item in items.items():
+    items: list[tuple[int, Any]] = [(r.nodes[0], r) for r in finder.regions]
+    items += [(i, graph.equations[i].node) for i in finder.plain]
+    items.sort(key=lambda item: item[0])
+    made: dict[int, int] = {}
+    for number, (_, item) in enumerate(items):
+        if not isinstance(item, Region):
+            made.update(dict.fromkeys(item.outputs, number))
+    for number, (_, item) in enumerate(items):
         if isinstance(item, Region):
-            needs = {made[v] for v in item.inputs if v in made}
-        else:
-            needs = {number[n] for n in graph.needs[first]}
-        waiting[first] = needs - {first}
+            made.update(dict.fromkeys(item.results, number))
+    numbers = {i: number for number, (i, item) in enumerate(items) if not isinstance(item, Region)}
+    waiting: list[set[int]] = []
+    for i, item in items:
+        region = isinstance(item, Region)
+        needs = {
+            made[v] for v in (item.inputs if region else graph.equations[i].reads) if v in made
+        }
+        if not region:  # an effect before this one
+            needs |= {numbers[n] for n in graph.needs[i] if graph.equations[n].node.eqn.effects}
+        waiting.append(needs)
     users: dict[int, list[int]] = {}
-    for first, needs in waiting.items():
+    for number, needs in enumerate(waiting):
         for n in needs:
-            users.setdefault(n, []).append(first)
-    ready = [first for first, needs in waiting.items() if not needs]
+            users.setdefault(n, []).append(number)
+    ready = [number for number, needs in enumerate(waiting) if not needs]
     heapq.heapify(ready)
     order = []
     while ready:
-        first = heapq.heappop(ready)
-        order.append(items[first])
-        for user in users.get(first, ()):
-            waiting[user].discard(first)
+        number = heapq.heappop(ready)
+        order.append(items[number][1])
+        for user in users.get(number, ()):
+            waiting[user].discard(number)
             if not waiting[user]:
                 heapq.heappush(ready, user)
     assert len(order) == len(items)

@@ -23,7 +23,7 @@ from jax.extend.core import Literal
 
 from jaxnorm._primitive.programs import closed_of, run_program, source_line, trace_context
 from jaxnorm._rows import equations, primitive
-from jaxnorm._rows.dimensions import check_label, looks_into_one
+from jaxnorm._rows.dimensions import check_label, cut_dimensions, looks_into_one
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.keys import data_of, is_key, kind_of, with_kind
 from jaxnorm._rows.rules import RULES, STORED
@@ -39,6 +39,8 @@ LEAST_GAIN = 1.05
 CONE = 64
 # The longest rows that a fusion of XLA's reads once, reductions and what follows them.
 XLA_COLUMNS = 8192
+# The most pieces that a region joins to a row.
+PIECES = 4
 # How many reasons a report gives for the end of a region.
 STOPS = 4
 
@@ -60,9 +62,25 @@ _MOVES = {
 }
 # What is computed of parameters for each row again, because that costs next to nothing.
 _CHEAP = {*_MOVES, "add", "add_any", "mul", "neg", "sub"}
-_CUTS = {"concatenate", "pad", "reshape", "rev", "slice", "split", "transpose"}
+_CUTS = {"concatenate", "pad", "rev", "slice", "split"}
 # What costs too much arithmetic to be computed twice.
 _COSTLY = {"random_bits", "threefry2x32"}
+# What XLA does not compute once more for each reader.
+_EXPENSIVE = {
+    "acos",
+    "cos",
+    "div",
+    "erf",
+    "erf_inv",
+    "exp",
+    "exp2",
+    "log",
+    "log1p",
+    "logistic",
+    "pow",
+    "sin",
+    "tanh",
+}
 # What is left out, one attempt after the other, where rows cannot have all.
 _ATTEMPTS = ("", "pieces of rows", "sums over rows")
 
@@ -72,13 +90,18 @@ class Reduction:
     """A reduction in an equation, or in what it calls.
 
     Attributes:
-      rows, columns: numbers of rows, and of elements of a row.
+      shape: sizes of the dimensions that number the rows, without those of size 1.
+      columns: the number of elements of a row.
       along_row: whether it runs along rows; otherwise it is a sum over rows.
     """
 
-    rows: int
+    shape: tuple[int, ...]
     columns: int
     along_row: bool
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,7 +109,8 @@ class Region:
     """Equations that are one row program. Equations are numbered as in `Graph`, values as in `Flat`.
 
     Attributes:
-      rows, columns: numbers of rows, and of elements of a row.
+      shape: sizes of the dimensions that number the rows, without those of size 1.
+      columns: the number of elements of a row.
       nodes: its equations, in order.
       again: equations of earlier regions that it computes once more.
       inputs, results: values.
@@ -96,7 +120,7 @@ class Region:
       stops: what ended it, and where.
     """
 
-    rows: int
+    shape: tuple[int, ...]
     columns: int
     nodes: list[int]
     again: list[int] = dataclasses.field(default_factory=list)
@@ -106,6 +130,10 @@ class Region:
     bytes: int = 0
     before: int = 0
     stops: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def gains(self) -> bool:
@@ -127,8 +155,16 @@ def _inner(eqn) -> list:
         found = equations.operations_of(eqn)
     except NotARowProgram:
         return []
-    known = all(e.primitive in RULES and _takes_a_label(e) for e in found)
+    known = all(e.primitive in RULES and _takes_a_label(e) and _cuts_rows(e) for e in found)
     return found if known else []
+
+
+def _cuts_rows(equation) -> bool:
+    """Whether what an operation cuts, joins or reverses are rows; true of one that does nothing such."""
+    if equation.primitive not in _CUTS:
+        return True
+    last = len(equation.outputs[0].aval.shape) - 1
+    return all(d == last for d in cut_dimensions(equation))
 
 
 def _takes_a_label(equation) -> bool:
@@ -150,12 +186,10 @@ def _reduction(equation) -> Reduction | None:
     reduced = [d for d in axes if shape[d] != 1]
     if not reduced:
         return None
-    if reduced == long[-1:]:
-        columns = math.prod(shape[d] for d in reduced)
-        return Reduction(math.prod(shape) // columns, columns, True)
-    if long[-1] not in reduced:
-        return Reduction(math.prod(shape) // shape[long[-1]], shape[long[-1]], False)
-    return Reduction(0, 0, False)  # of rows and columns
+    rows = tuple(shape[d] for d in long[:-1])
+    if reduced == long[-1:] or long[-1] not in reduced:
+        return Reduction(rows, shape[long[-1]], reduced == long[-1:])
+    return Reduction((), 0, False)  # of rows and columns
 
 
 def size(aval) -> int:
@@ -177,6 +211,16 @@ def _is_plain(aval) -> bool:
     )
 
 
+def _joined(equation) -> Reduction | None:
+    """The rows of pieces that an equation joins, computed before at some cost: XLA writes the pieces first."""
+    if equation.primitive != "concatenate":
+        return None
+    shape = equation.outputs[0].aval.shape
+    if equation.params["dimension"] != len(shape) - 1 or len(equation.inputs) > PIECES:
+        return None
+    return Reduction(tuple(n for n in shape[:-1] if n != 1), shape[-1], True)
+
+
 class Equation:
     """What regions ask of an equation.
 
@@ -186,6 +230,7 @@ class Equation:
       operations: its own, or those of what it calls; none where rows do not have them.
       names: of the operations.
       reductions: those of them that reduce.
+      joined: the rows that it joins of pieces, or None.
       depth: how many reductions along rows follow one another.
     """
 
@@ -199,6 +244,7 @@ class Equation:
         self.operations = _inner(node.eqn) if plain and node.outputs else []
         self.names = {e.primitive for e in self.operations}
         self.reductions = []
+        self.joined = _joined(self.operations[0]) if len(self.operations) == 1 else None
         self.depth = 0
         level: dict = {}
         for e in self.operations:
@@ -209,7 +255,7 @@ class Equation:
                 at += found.along_row
             level.update(dict.fromkeys(e.outputs, at))
             self.depth = max(self.depth, at)
-        if any(r.rows == 0 for r in self.reductions):
+        if any(r.columns == 0 for r in self.reductions):
             self.operations = []
 
     @property
@@ -314,6 +360,7 @@ class Finder:
     Attributes:
       regions: that become kernels, in the order of their first equation.
       left: (region, reason) of those that do not.
+      plain: equations that run by themselves: those that no region has, and what is computed again for them.
     """
 
     def __init__(self, flat: Flat):
@@ -321,14 +368,19 @@ class Finder:
         self.regions: list[Region] = []
         self.left: list[tuple[Region, str]] = []
         self._taken = 0
-        # Reductions along rows first: they may take sums over rows with them.
-        for along_row in (True, False):
-            for i, equation in enumerate(self.graph.equations):
-                found = next((r for r in equation.reductions if r.along_row == along_row), None)
-                if equation.known and found and not self._taken >> i & 1:
-                    self._start(i, found)
+        for i, rows in self._seeds():
+            if not self._taken >> i & 1:
+                self._start(i, rows)
         self._compute_again()
         self._decide()
+
+    def _seeds(self) -> Iterator[tuple[int, Reduction]]:
+        """Reductions along rows first: they may take sums over rows with them, and pieces that are joined."""
+        known = [(i, e) for i, e in enumerate(self.graph.equations) if e.known]
+        for along_row in (True, False):
+            for i, equation in known:
+                yield from ((i, r) for r in equation.reductions[:1] if r.along_row == along_row)
+        yield from ((i, e.joined) for i, e in known if e.joined is not None)
 
     def _start(self, seed: int, reduction: Reduction) -> None:
         if reduction.columns < LEAST_COLUMNS or reduction.rows < 2:
@@ -336,7 +388,7 @@ class Finder:
         # What rows cannot have together shows in the whole program alone. Less is tried then.
         for without in _ATTEMPTS:
             members, stops = self._grow(seed, reduction, without)
-            region = Region(reduction.rows, reduction.columns, bits(members), stops=stops)
+            region = Region(reduction.shape, reduction.columns, bits(members), stops=stops)
             self._connect([region])
             reason = self._refusal(region)
             if not reason or without == _ATTEMPTS[-1]:
@@ -401,17 +453,22 @@ class Finder:
             return False
         if any(members >> n & 1 and graph.equations[n].sums_rows for n in makers):
             return False
-        if without and equation.names & _CUTS:
+        if without and equation.names & {*_CUTS, "transpose"}:
             return False
         return all(
-            self._is_of_rows(v, rows, columns) or self._is_of_columns(v, i, members, columns)
+            self._is_of_rows(v, reduction.shape, columns)
+            or self._is_of_columns(v, i, members, columns)
             for v in equation.node.outputs
         )
 
-    def _is_of_rows(self, value, rows, columns) -> bool:
+    def _is_of_rows(self, value, shape, columns) -> bool:
         """Whether an array has a number for each row, or pieces of rows."""
-        count, rest = divmod(size(self.graph.aval(value)), rows)
-        return rest == 0 and (count == 1 or columns <= 8 * count <= 64 * columns)
+        aval = self.graph.aval(value)
+        count, rest = divmod(size(aval), math.prod(shape))
+        if rest or count != 1:
+            return not rest and columns <= 8 * count <= 64 * columns
+        long = tuple(n for n in aval.shape if n != 1)
+        return long == shape or len(long) == 1
 
     def _is_of_columns(self, value, i, members, columns) -> bool:
         """Whether an array is parameters that the region alone needs, for next to no work."""
@@ -530,7 +587,7 @@ class Finder:
                 if v in region.inputs or others or size(graph.aval(v)) <= region.rows:
                     continue
             of_rows = all(
-                self._is_of_rows(u, region.rows, region.columns) for u in equation.node.outputs
+                self._is_of_rows(u, region.shape, region.columns) for u in equation.node.outputs
             )
             if not of_rows or equation.sums_rows or equation.names & _COSTLY or len(cone) > CONE:
                 return set()
@@ -564,8 +621,50 @@ class Finder:
                 self.regions.append(region)
         # What a region that is left made for others, it makes still; what another was to compute again, it may need.
         self._connect(self.regions)
+        self._leave_to_xla()
         for region in self.regions:
             region.program = program_of(self.graph, region)
+
+    def _leave_to_xla(self) -> None:
+        """Lets XLA compute what only elementwise code reads, where it reads fewer bytes for that."""
+        graph = self.graph
+        apart = {i for r in self.regions for i in r.nodes}
+        self.plain = {i for i in range(len(graph.equations)) if i not in apart}
+        read = {v for r in self.regions for v in r.inputs} | graph.results
+        for region in self.regions:
+
+            def is_left(v, region=region):
+                users = [u for u in graph.users[v] if u not in apart]
+                known = all(
+                    graph.equations[u].known and not graph.equations[u].depth for u in users
+                )
+                return v not in read and known and self._is_whole(v, region)
+
+            left = list(filter(is_left, region.results))
+            there = {*region.inputs, *(v for v in region.results if v not in left)}
+            again: set[int] = set()
+            front = list(left)
+            while front:
+                i = graph.producer.get(front.pop())
+                if i is None or i in again:
+                    continue
+                again.add(i)
+                front += [
+                    v
+                    for v in graph.equations[i].reads
+                    if v not in there and size(graph.aval(v)) > region.rows
+                ]
+            equations = [graph.equations[i] for i in again]
+            made = {v for e in equations for v in e.node.outputs}
+            needed = {v for e in equations for v in e.reads if v not in made}
+            whole = sum(self._nbytes(v) for v in needed if self._is_whole(v, region))
+            costly = any(e.depth or e.sums_rows or e.names & _COSTLY for e in equations)
+            if left and not costly and again <= apart and whole < 2 * sum(map(self._nbytes, left)):
+                self.plain |= again
+                kept = needed | set(there)
+                region.results = [
+                    v for i in region.nodes for v in graph.equations[i].node.outputs if v in kept
+                ]
 
     def _is_call(self, region: Region) -> bool:
         """Whether it is one call, as of an operation of jaxnorm's, which has a kernel."""
@@ -582,7 +681,7 @@ class Finder:
 
         A fusion of XLA's ends at a reduction whose result is spread along the row again. What several fusions need is
         computed in each of them. One result of all elements, and reductions along rows that lead to it, are a single
-        fusion if rows are short.
+        fusion if rows are short. Pieces of rows that cost something to compute are written before they are joined.
         """
         graph = self.graph
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
@@ -590,6 +689,8 @@ class Finder:
         level: dict[int, int] = {}
         reads: dict[int, frozenset] = {v: frozenset((v,)) for v in inputs}
         passes: dict[tuple[int, bool], set] = collections.defaultdict(set)
+        costly: set[int] = set()
+        pieces = 0
         for i in sorted({*region.nodes, *region.again}):
             equation = graph.equations[i]
             at = max((level.get(v, 0) for v in equation.reads), default=0)
@@ -598,7 +699,11 @@ class Finder:
                 passes[at, True] |= read
             for step in range(equation.depth):
                 passes[at + step, False] |= read
+            if equation.joined is not None and costly & set(equation.reads):
+                pieces += sum(self._nbytes(v) for v in equation.reads if v not in inputs)
             at += equation.depth
+            if equation.names & _EXPENSIVE or costly & set(equation.reads):
+                costly.update(equation.node.outputs)
             for v in equation.node.outputs:
                 level[v] = at
                 reads[v] = read if self._is_whole(v, region) else frozenset()
@@ -609,7 +714,8 @@ class Finder:
         whole = [inputs] if together else passes.values()
         few = (v for v in region.inputs if v not in inputs)
         return (
-            sum(self._nbytes(v) for read in whole for v in read)
+            2 * pieces
+            + sum(self._nbytes(v) for read in whole for v in read)
             + sum(map(self._nbytes, few))
             + sum(map(self._nbytes, region.results))
         )

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from jaxnorm import _lib
 from jaxnorm._autofuse.grown import Grown
@@ -28,8 +27,7 @@ class Autofused:
 
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
-        closed = rewrite(closed)
-        run = Grown(closed) if self._grows() else jaxpr_as_fun(closed)
+        run = Grown(rewrite(closed)) if self._grows() else Rewritten(closed)
         results = run(*arrays)
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
         return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])

@@ -72,6 +72,13 @@ class Plan:
 
     def __init__(self, closed):
         self.program = Program(closed)
+        self._find(checked=False)
+        if not self._has_order():  # rare: each replacement is checked by itself then
+            self._find(checked=True)
+
+    def _find(self, checked: bool) -> None:
+        """Finds replacements; `checked` is whether each must leave an order in which the program can run."""
+        self._checked = checked
         self.replacements: list[Replacement] = []
         failures: dict[Node, Left] = {}
         taken: set[Equation] = set()
@@ -96,6 +103,13 @@ class Plan:
         self.left = [
             (left, self._equation_of(core)) for core, left in failures.items() if core not in done
         ]
+
+    def _has_order(self) -> bool:
+        levels = {id(r.level): r.level for r in self.replacements if len(r.results) > 1}
+        return all(
+            schedule(level, [r for r in self.replacements if r.level is level]) is not None
+            for level in levels.values()
+        )
 
     def _equation_of(self, core: Node) -> Equation | None:
         return next((v.equation for v in self.program.holding(core) if v.equation), None)
@@ -122,10 +136,11 @@ class Plan:
         rule = OPERATIONS[match.operation].rule(shape, match.axes, match.operands)
         replacement = Replacement(match, level, region, sources, results, rule)
         original_function(replacement)  # the program's own code can be told from the rest
-        here = [r for r in (*self.replacements, replacement) if r.level is level]
         # Without by-products, what it defines depends on what it did before.
-        if len(results) > 1 and schedule(level, here) is None:
-            raise Mismatch("an operand depends on what the operation would define", _CHECKED)
+        if self._checked and len(results) > 1:
+            here = [r for r in (*self.replacements, replacement) if r.level is level]
+            if schedule(level, here) is None:
+                raise Mismatch("an operand depends on what the operation would define", _CHECKED)
         return replacement
 
     def _level(self, match: Match) -> tuple[Level, dict]:

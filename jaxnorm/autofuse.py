@@ -11,7 +11,7 @@ import numpy as np
 from jaxnorm import _lib
 from jaxnorm._autofuse.grown import Grown
 from jaxnorm._autofuse.report import Report, report
-from jaxnorm._autofuse.rewrite import Rewritten, rewrite
+from jaxnorm._autofuse.rewrite import Rewritten
 from jaxnorm._primitive.programs import without_dead_code
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -27,16 +27,22 @@ class Autofused:
 
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
-        run = Grown(rewrite(closed)) if self._grows() else Rewritten(closed)
-        results = run(*arrays)
+        results = Rewritten(self._grown(closed)[0])(*arrays)
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
         return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])
 
     def explain(self, *args, **kwargs) -> Report:
         """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""
         closed, _, _ = _trace(self._fn, args, kwargs)
-        rewritten = Rewritten(closed)
-        return report(rewritten, Grown(rewrite(closed)) if self._grows() else None)
+        closed, grown = self._grown(closed)
+        return report(Rewritten(closed), grown)
+
+    def _grown(self, closed):
+        """(the program with row programs, what was found of them), where they are looked for."""
+        if not self._grows():
+            return closed, None
+        grown = Grown(closed)
+        return grown.traced(), grown
 
     def _grows(self) -> bool:
         """Whether row programs are looked for: only GPUs have kernels for them."""
@@ -58,9 +64,9 @@ def autofuse(fn: Callable, *, platform: str | None = None) -> Autofused:
     function that takes gradients itself, forward code shares its intermediate results with backward code, which
     leaves little to replace. Under `jit` tracing happens once; without it, at every call.
 
-    For a GPU it then looks for row programs: each reduction along rows, with the elementwise code around it (biases,
+    For a GPU it looks for row programs first: each reduction along rows, with the elementwise code around it (biases,
     activations, dropout, residual sums, rotary embeddings, casts), in forward and in backward code, becomes one kernel
-    where that moves fewer bytes than XLA's fusions do (`fuse`).
+    where that moves fewer bytes than XLA's fusions do (`fuse`). Put it around a whole training step then.
 
     Args:
       fn: function of any pytrees. Leaves that are arrays are traced; all others are handed to it as they are.

@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import Literal
 
 from jaxnorm._autofuse.bodies import Place, bodies_of, run_with_bodies
+from jaxnorm._autofuse.program import LEFT_NAME
 from jaxnorm._autofuse.regions import Finder, Region
 from jaxnorm._autofuse.rewrite import where_differentiated
 from jaxnorm._primitive.programs import open_jaxpr, run_program
@@ -24,7 +25,7 @@ class Grown:
     """
 
     def __init__(self, closed):
-        self._closed = closed
+        self.closed = closed
         flat = Flat(closed, body_of=_opened)
         self.finder = Finder(flat)
         self.bodies: list[tuple[Any, Grown]] = []
@@ -40,9 +41,15 @@ class Grown:
     def changes(self) -> bool:
         return bool(self.finder.regions or self._inner)
 
+    def traced(self):
+        """The closed jaxpr."""
+        if not self.changes:
+            return self.closed
+        return jax.make_jaxpr(self)(*(v.aval for v in open_jaxpr(self.closed)[0].invars))
+
     def __call__(self, *operands) -> list:
         if not self.changes:
-            return run_program(self._closed, *operands)
+            return run_program(self.closed, *operands)
         flat = self.finder.flat
         values: dict[int, Any] = dict(flat.constants)
         values.update(zip(flat.operands, operands, strict=True))
@@ -66,7 +73,7 @@ class Grown:
 
 def grow(closed):
     """The program with its regions as row programs."""
-    return jax.make_jaxpr(Grown(closed))(*(v.aval for v in open_jaxpr(closed)[0].invars))
+    return Grown(closed).traced()
 
 
 def _run_region(region: Region, operands) -> list:
@@ -77,6 +84,8 @@ def _run_region(region: Region, operands) -> list:
 
     def original(*arrays):
         return run_program(region.program, *arrays)
+
+    original.__name__ = LEFT_NAME
 
     if region.gains:
         return operation(*operands)

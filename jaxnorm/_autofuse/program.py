@@ -26,9 +26,11 @@ from jaxnorm._autofuse.values import (
     is_one,
     unwidened,
 )
-from jaxnorm._primitive.programs import open_jaxpr
+from jaxnorm._primitive.programs import function_name, open_jaxpr
 
 _CUSTOM_JVP = "custom_jvp_call"
+# Calls of functions with this name are not opened: they are row programs where they are differentiated (grown.py).
+LEFT_NAME = "jaxnorm_row_program"
 # The parameter with the jaxpr.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", _CUSTOM_JVP: "call_jaxpr"}
 
@@ -160,7 +162,7 @@ class Program:
         for eqn in level.jaxpr.eqns:
             operands = [read(a) for a in eqn.invars]
             body = CALLS.get(eqn.primitive.name)
-            if body is None:
+            if body is None or function_name(eqn.params[body]) == LEFT_NAME:
                 results = self._equation(eqn, level, operands)
             else:
                 jaxpr, consts = open_jaxpr(eqn.params[body])

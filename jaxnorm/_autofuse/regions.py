@@ -93,11 +93,13 @@ class Reduction:
       shape: sizes of the dimensions that number the rows, without those of size 1.
       columns: the number of elements of a row.
       along_row: whether it runs along rows; otherwise it is a sum over rows.
+      extreme: whether it is the largest or the smallest element.
     """
 
     shape: tuple[int, ...]
     columns: int
     along_row: bool
+    extreme: bool = False
 
     @property
     def rows(self) -> int:
@@ -188,7 +190,8 @@ def _reduction(equation) -> Reduction | None:
         return None
     rows = tuple(shape[d] for d in long[:-1])
     if reduced == long[-1:] or long[-1] not in reduced:
-        return Reduction(rows, shape[long[-1]], reduced == long[-1:])
+        extreme = equation.primitive.endswith(("max", "min"))
+        return Reduction(rows, shape[long[-1]], reduced == long[-1:], extreme)
     return Reduction((), 0, False)  # of rows and columns
 
 
@@ -680,8 +683,9 @@ class Finder:
         """Bytes that XLA moves, at least: one pass for each level of reductions, and one for sums over rows.
 
         A fusion of XLA's ends at a reduction whose result is spread along the row again. What several fusions need is
-        computed in each of them. One result of all elements, and reductions along rows that lead to it, are a single
-        fusion if rows are short. Pieces of rows that cost something to compute are written before they are joined.
+        computed in each of them. One result of all elements, and a sum and an extreme value along rows that lead to
+        it, are a single fusion if rows are short. Pieces of rows that cost something to compute are written before they
+        are joined.
         """
         graph = self.graph
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
@@ -710,7 +714,12 @@ class Finder:
                 if v in large:
                     passes[at, False] |= read
         alone = len(large) == 1 and not any(over_rows for _, over_rows in passes)
-        together = alone and region.columns <= XLA_COLUMNS
+        sums = sum(
+            r.along_row and not r.extreme
+            for i in region.nodes
+            for r in graph.equations[i].reductions
+        )
+        together = alone and region.columns <= XLA_COLUMNS and sums <= 1
         whole = [inputs] if together else passes.values()
         few = (v for v in region.inputs if v not in inputs)
         return (

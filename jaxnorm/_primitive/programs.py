@@ -60,6 +60,11 @@ def open_jaxpr(jaxpr):
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
+def function_name(jaxpr) -> str:
+    """The name of the function that a jaxpr was traced from."""
+    return open_jaxpr(jaxpr)[0].debug_info.func_name
+
+
 def run_equation(eqn, operands, params) -> list:
     """Results of an equation under other parameters, with the names and the settings that it was traced with."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack

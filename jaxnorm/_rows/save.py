@@ -148,6 +148,8 @@ class Flat:
 
     def _of_zeros(self, eqn, inputs) -> list[Atom] | None:
         """The results if zeros among the operands decide them."""
+        if not self.zeros:
+            return None
         zero = [not isinstance(a, Literal) and a in self.zeros for a in inputs]
         if not any(zero):
             return None

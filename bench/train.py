@@ -1,10 +1,10 @@
-"""Times whole training steps with Flax's modules and with jaxnorm's: `python -m bench.train`.
+"""Times whole training steps as they are, under autofuse, and with jaxnorm's calls: `python -m bench.train`.
 
-The models are those of examples/, in the sizes of `CASES`. A step is one jit: loss, gradients and
-optimizer. Its time is wall-clock, that of `STEPS` steps divided by their number: as in a training
-loop, each starts from the result of the one before and nothing waits in between. Its temporary
-memory is what the compiled program asks for beyond arguments and results. On a GPU the records also
-say which kernels the time went to.
+The models are those of examples/ and of bench/models.py, in the sizes of `CASES`. A step is one jit: loss, gradients
+and optimizer. Under autofuse it is the plain step with one line around it. Its time is wall-clock, that of `STEPS`
+steps divided by their number: as in a training loop, each starts from the result of the one before and nothing waits in
+between. Its temporary memory is what the compiled program asks for beyond arguments and results. The losses of `LOSSES`
+steps are kept. On a GPU the records also say which kernels the time went to.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from bench import timing
+import jaxnorm
+from bench import models, timing
 from jaxnorm._measure import display, timer
 
 # The examples are programs and no package: they import each other by name.
@@ -30,8 +31,9 @@ import optax
 import resnet
 import transformer
 
-IMPLEMENTATIONS = ("jaxnorm", "flax")
 STEPS = 8
+# Steps from one state whose losses are compared.
+LOSSES = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +51,25 @@ class TrainCase:
     sizes: dict
 
     @property
+    def implementations(self) -> tuple[str, str, str]:
+        """The plain form first."""
+        return "flax" if self.name in _FLAX else "plain", "autofuse", "jaxnorm"
+
+    @property
     def label(self) -> str:
         recompute = " recompute" if self.sizes.get("recompute") else ""
         return f"{self.name}{recompute} {'x'.join(map(str, self.batch))} bfloat16"
 
     def prepare(self, implementation: str) -> tuple:
         """(model, batch, step, state), the last two as `_training.training_step` makes them."""
-        model, batch, optimizer = _PREPARE[self.name](self, implementation)
-        return model, batch, *_training.training_step(model, optimizer)
+        automatic = implementation == "autofuse"
+        of = self.implementations[0] if automatic else implementation
+        model, batch, optimizer = _PREPARE[self.name](self, of)
+        if automatic and self.name == "resnet":  # batch norm is found in forward code
+            model = model._replace(loss_of=jaxnorm.autofuse(model.loss_of))
+            automatic = False
+        step, state = _training.training_step(model, optimizer)
+        return model, batch, jaxnorm.autofuse(step) if automatic else step, state
 
 
 def _resnet(case, implementation):
@@ -84,7 +97,64 @@ def _transformer(case, implementation):
     return transformer.model_of(network, 0), (tokens,), optax.adam(1e-4)
 
 
-_PREPARE = {"resnet": _resnet, "transformer": _transformer}
+def _plain(name: str, arrays: Callable, rate: float = 1e-3):
+    """How to prepare a model of bench/models.py; `arrays` makes (parameters, batch) of a case and a key."""
+
+    def prepare(case, implementation):
+        params, batch = jax.jit(functools.partial(arrays, case))(jax.random.key(0))
+        options = {k: v for k, v in case.sizes.items() if k in ("heads", "dtype")}
+        fused = jaxnorm.fuse if implementation == "jaxnorm" else models.identity
+        loss = functools.partial(getattr(models, f"{name}_loss"), fused=fused, **options)
+        model = _training.Model(lambda p, rest, *batch: (loss(p, *batch), rest), params, None)
+        return model, batch, optax.sgd(rate)
+
+    return prepare
+
+
+def _made(function: Callable, case, key, **more):
+    sizes = {k: v for k, v in case.sizes.items() if k not in ("dtype", *more)}
+    return function(key, **sizes)
+
+
+def _llama_arrays(case, key):
+    shape = (case.batch[0], case.batch[1] + 1)
+    tokens = jax.random.randint(key, shape, 0, case.sizes["tokens"])
+    return _made(models.llama_parameters, case, key), (tokens,)
+
+
+def _dit_arrays(case, key):
+    patches = jax.random.normal(key, (*case.batch, case.sizes["channels"]))
+    condition = jax.random.normal(key, (case.batch[0], case.sizes["width"]))
+    return _made(models.dit_parameters, case, key), (patches, condition, patches)
+
+
+def _vit_arrays(case, key):
+    patches = jax.random.normal(key, (*case.batch, case.sizes["channels"]))
+    labels = jax.random.randint(key, case.batch[:1], 0, case.sizes["classes"])
+    return _made(models.vit_parameters, case, key), (patches, labels, key)
+
+
+def _mamba_arrays(case, key):
+    sequence = jax.random.normal(key, (*case.batch, case.sizes["channels"]))
+    return _made(models.mamba_parameters, case, key), (sequence, sequence)
+
+
+def _rl_arrays(case, key):
+    rows, tokens = case.batch
+    logits, reference = jax.random.normal(key, (2, rows, tokens), jnp.bfloat16)
+    labels = jax.random.randint(key, (rows,), 0, tokens)
+    advantages = jax.random.normal(key, (rows,))
+    return {"logits": logits}, (reference, labels, advantages, jnp.full(rows, -jnp.log(tokens)))
+
+
+_FLAX = {"resnet": _resnet, "transformer": _transformer}
+_PREPARE = _FLAX | {
+    "llama": _plain("llama", _llama_arrays),
+    "dit": _plain("dit", _dit_arrays),
+    "vit": _plain("vit", _vit_arrays),
+    "mamba": _plain("mamba", _mamba_arrays),
+    "rl": _plain("rl", _rl_arrays, rate=10.0),
+}
 
 _RESNET_50 = {"width": 64, "stages": (3, 4, 6, 3), "classes": 1000, "large": True}
 
@@ -96,6 +166,17 @@ CASES = {
             {"width": 8, "stages": (1, 1), "classes": 10, "large": True, "recompute": False},
         ),
         TrainCase("transformer", (2, 32), {"tokens": 64, "width": 64, "layers": 2, "heads": 2}),
+        TrainCase(
+            "llama",
+            (2, 16),
+            {"layers": 1, "width": 64, "heads": 2, "hidden": 128, "tokens": 256},
+        ),
+        TrainCase("dit", (2, 16), {"layers": 1, "width": 64, "heads": 2, "channels": 16}),
+        TrainCase(
+            "vit", (2, 16), {"layers": 1, "width": 64, "heads": 2, "channels": 16, "classes": 10}
+        ),
+        TrainCase("mamba", (2, 16), {"layers": 1, "width": 64, "channels": 16}),
+        TrainCase("rl", (16, 256), {}),
     ),
     "full": (
         TrainCase("resnet", (256, 224, 224, 3), _RESNET_50 | {"recompute": False}),
@@ -105,12 +186,29 @@ CASES = {
             (16, 1024),
             {"tokens": 32768, "width": 1024, "layers": 12, "heads": 16},
         ),
+        TrainCase(
+            "llama",
+            (4, 4096),
+            {"layers": 8, "width": 2048, "heads": 16, "hidden": 5632, "tokens": 128256},
+        ),
+        TrainCase("dit", (64, 256), {"layers": 28, "width": 1152, "heads": 16, "channels": 16}),
+        TrainCase(
+            "vit",
+            (64, 256),
+            {"layers": 24, "width": 1024, "heads": 16, "channels": 768, "classes": 1000},
+        ),
+        TrainCase("mamba", (4, 2048), {"layers": 8, "width": 2048, "channels": 64}),
+        TrainCase("rl", (8192, 128256), {}),
     ),
 }
 
 # What a kernel does, by its name; the first that is found counts.
 _COPY, _MATMUL = "copy or transposition", "matrix product or convolution"
+_ATTENTION = "attention"
+# What jaxnorm has no part in.
+PRODUCTS = (_MATMUL, _ATTENTION)
 _GROUPS = (
+    (_ATTENTION, "sdpa|flash|fmha"),
     # cuDNN's own transpositions; names of its convolutions have NHWC in them, too.
     (_COPY, r"ToN(hwc|chw)"),
     (_MATMUL, timer.MATMUL.pattern + "|cudnn|fprop|dgrad|wgrad|convolve|winograd"),
@@ -164,6 +262,14 @@ def _run_steps(step: Callable, state, batch: tuple):
     return state, loss
 
 
+def _losses(step: Callable, state, batch: tuple) -> list[float]:
+    losses = []
+    for _ in range(LOSSES):
+        state, loss = step(state, *batch)
+        losses.append(loss)
+    return [float(loss) for loss in losses]
+
+
 def _per_step(timed: timer.Timing) -> timer.Timing:
     return dataclasses.replace(timed, seconds=tuple(s / STEPS for s in timed.seconds))
 
@@ -171,7 +277,7 @@ def _per_step(timed: timer.Timing) -> timer.Timing:
 def measure(case: TrainCase, budget: float) -> list[dict]:
     """One record for each implementation; a failure is a record too."""
     records, workloads, singles = {}, {}, {}
-    for name in IMPLEMENTATIONS:
+    for name in case.implementations:
         records[name] = {
             "op": "train",
             "case": case.label,
@@ -186,6 +292,7 @@ def measure(case: TrainCase, budget: float) -> list[dict]:
                 "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 "residual_bytes": _training.saved_bytes(model, batch),
             }
+            records[name]["losses"] = _losses(compiled, state, batch)
             singles[name] = functools.partial(compiled, state, *batch)
             run = functools.partial(_run_steps, compiled, state, batch)
             workloads[name] = timer.Workload(lambda _, run=run: run())
@@ -199,7 +306,7 @@ def measure(case: TrainCase, budget: float) -> list[dict]:
         try:
             if isinstance(timed, Exception):
                 raise timed
-            records[name] |= timing.time_entries(timed, timings.get("jaxnorm"))
+            records[name] |= timing.time_entries(timed, timings.get(case.implementations[0]))
             if jax.default_backend() == "gpu":
                 records[name]["kernel_times"] = kernel_times(singles[name])
         except Exception as error:
@@ -208,27 +315,36 @@ def measure(case: TrainCase, budget: float) -> list[dict]:
 
 
 def table(rich, records: Sequence[dict], device: str):
-    """Time and memory of both, a row for each."""
+    """Time and memory of each form, a row for each."""
     result = rich.table(
         title=f"training steps on {device}",
-        caption="Wall-clock, medians. Saved: from forward to backward, before XLA compiles.",
+        caption="Wall-clock, medians. Rest: kernels but matrix products, convolutions and attention. Saved: from "
+        "forward to backward, before XLA compiles.",
     )
-    for name in ("case", "", "step", "", "temporary memory", "", "saved", ""):
+    for name in ("case", "", "step", "", "rest", "", "temporary memory", "", "saved", ""):
         result.add_column(name, justify="right" if result.columns[1:] else "left")
     for label in dict.fromkeys(r["case"] for r in records):
-        ours, flax = (r for r in records if r["case"] == label)
-        for r in (flax, ours):
+        plain, *others = (r for r in records if r["case"] == label)
+        for r in (plain, *others):
             cells = []
-            for key, form in (
-                ("seconds", display.duration),
-                ("temporary_bytes", _megabytes),
-                ("residual_bytes", _megabytes),
+            for of, form in (
+                (lambda r: r.get("seconds"), display.duration),
+                (rest, display.duration),
+                (lambda r: r.get("temporary_bytes"), _megabytes),
+                (lambda r: r.get("residual_bytes"), _megabytes),
             ):
-                compared = r is ours and key in r and key in flax
-                cells.append(form(r[key]) if key in r else "failed")
-                cells.append(f"{r[key] / flax[key]:.0%}" if compared else "")
-            result.add_row(label if r is flax else "", r["implementation"], *cells)
+                value, before = of(r), of(plain)
+                cells.append("" if value is None else form(value))
+                compared = r is not plain and None not in (value, before) and before
+                cells.append(f"{value / before:.0%}" if compared else "")
+            result.add_row(label if r is plain else "", r["implementation"], *cells)
     return result
+
+
+def rest(record: dict) -> float | None:
+    """Seconds of kernels that are no matrix product, convolution or attention; None where they were not measured."""
+    groups = record.get("kernel_times", {}).get("groups")
+    return None if groups is None else sum(s for g, s in groups.items() if g not in PRODUCTS)
 
 
 def _megabytes(count: int) -> str:
@@ -243,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m bench.train",
-        description="Time training steps of a ResNet and a transformer, Flax against jaxnorm.",
+        description="Time training steps as they are, under autofuse, and with jaxnorm's calls.",
     )
     parser.add_argument(
         "--cases", choices=tuple(CASES), default="ci", help="small models, or those for a GPU"
@@ -271,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = [r for r in records if r["error"]]
     for r in failed:
         console.print(f"{r['case']}, {r['implementation']}: {r['error']}", markup=False)
-    return int(any(r["implementation"] == "jaxnorm" for r in failed))
+    return int(any(r["implementation"] in ("autofuse", "jaxnorm") for r in failed))
 
 
 if __name__ == "__main__":

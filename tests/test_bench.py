@@ -869,13 +869,20 @@ def test_training_steps(tmp_path, capsys, monkeypatch):
     run = timing.read_json(path)
     assert run["header"]["clock"] == "wall"
     records = compare.index(run)
-    assert len(records) == 2 * len(train.CASES["ci"])
+    assert len(records) == 3 * len(train.CASES["ci"])
     for case in train.CASES["ci"]:
-        ours, flax = (records["train", case.label, "step", name] for name in train.IMPLEMENTATIONS)
-        assert ours["error"] is flax["error"] is None
-        assert flax["ratio"] == flax["seconds"] / ours["seconds"]
-        for key in ("temporary_bytes", "residual_bytes"):
-            assert 0 < ours[key] < flax[key]
+        plain, automatic, ours = (
+            records["train", case.label, "step", name] for name in case.implementations
+        )
+        assert plain["error"] is automatic["error"] is ours["error"] is None
+        assert ours["ratio"] == ours["seconds"] / plain["seconds"]
+        assert ours["residual_bytes"] < plain["residual_bytes"]
+        if case.name in ("resnet", "transformer"):
+            assert 0 < ours["temporary_bytes"] < plain["temporary_bytes"]
+        assert len(plain["losses"]) == train.LOSSES
+        assert plain["losses"][-1] != plain["losses"][0]
+        for record in (automatic, ours):
+            np.testing.assert_allclose(record["losses"], plain["losses"], rtol=0.02, atol=1e-3)
     assert {row["verdict"] for row in compare.compare(run, run)} == {"same"}
     assert "transformer 2x32 bfloat16" in capsys.readouterr().out
 
@@ -898,6 +905,7 @@ def test_training_steps(tmp_path, capsys, monkeypatch):
         ),
         ("MemcpyD2D", "copy or transposition"),
         ("input_transpose_fusion_3", "copy or transposition"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("loop_convert_fusion_7", "fusion"),
         ("wrapped_add", "fusion"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "other"),
@@ -939,13 +947,15 @@ def test_training_steps_say_where_the_time_goes():
     """On a GPU every record has the kernels of a step."""
     train = pytest.importorskip("bench.train")
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):  # Flax mixes dtypes
-        ours, flax = train.measure(train.CASES["ci"][1], budget=0.01)
-    for record in (ours, flax):
+        plain, _, ours = records = train.measure(train.CASES["ci"][1], budget=0.01)
+    for record in records:
         assert record["error"] is None
+        assert 0 < train.rest(record) < record["kernel_times"]["seconds"]
         assert "matrix product or convolution" in record["kernel_times"]["groups"]
         seconds = [kernel["seconds"] for kernel in record["kernel_times"]["top"]]
         assert 0 < sum(seconds) <= record["kernel_times"]["seconds"] * 1.001
     assert any(group.startswith("jaxnorm ") for group in ours["kernel_times"]["groups"])
+    assert not any(group.startswith("jaxnorm ") for group in plain["kernel_times"]["groups"])
 
 
 def test_training_steps_that_fail(tmp_path, monkeypatch, capsys):
@@ -959,14 +969,19 @@ def test_training_steps_that_fail(tmp_path, monkeypatch, capsys):
     path = tmp_path / "train.json"
     assert train.main(["--json", str(path), "--filter", "resnet"]) == 1
     errors = {r["implementation"]: r["error"] for r in timing.read_json(path)["records"]}
-    assert errors == {"jaxnorm": "ValueError: no jaxnorm", "flax": "ValueError: no flax"}
+    assert errors == {
+        "flax": "ValueError: no flax",
+        "autofuse": "ValueError: no flax",
+        "jaxnorm": "ValueError: no jaxnorm",
+    }
     assert "flax: ValueError: no flax" in capsys.readouterr().out
 
 
 def test_training_steps_for_a_gpu():
     """The shapes that the figures are for."""
     train = pytest.importorskip("bench.train")
-    resnet, recomputing, transformer = train.CASES["full"]
+    resnet, recomputing, transformer, llama, *_ = train.CASES["full"]
+    assert (llama.batch, llama.sizes["tokens"]) == ((4, 4096), 128256)
     assert resnet.batch == recomputing.batch == (256, 224, 224, 3)
     assert resnet.sizes["stages"] == recomputing.sizes["stages"] == (3, 4, 6, 3)
     assert (resnet.label, recomputing.label) == (

@@ -882,7 +882,7 @@ def test_training_steps(tmp_path, capsys, monkeypatch):
         assert len(plain["losses"]) == train.LOSSES
         assert plain["losses"][-1] != plain["losses"][0]
         for record in (automatic, ours):
-            np.testing.assert_allclose(record["losses"], plain["losses"], rtol=0.02, atol=1e-3)
+            np.testing.assert_allclose(record["losses"], plain["losses"], rtol=0.02, atol=0.03)
     assert {row["verdict"] for row in compare.compare(run, run)} == {"same"}
     assert "transformer 2x32 bfloat16" in capsys.readouterr().out
 

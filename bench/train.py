@@ -43,7 +43,7 @@ class TrainCase:
     Attributes:
       name: of the model.
       batch: shape of its input.
-      sizes: arguments of the model.
+      sizes: arguments of the model; "kept" is the dtype of its parameters where that is not float32.
     """
 
     name: str
@@ -102,7 +102,9 @@ def _plain(name: str, arrays: Callable, rate: float = 1e-3):
 
     def prepare(case, implementation):
         params, batch = jax.jit(functools.partial(arrays, case))(jax.random.key(0))
-        options = {k: v for k, v in case.sizes.items() if k in ("heads", "dtype")}
+        if kept := case.sizes.get("kept"):
+            params = jax.tree.map(lambda p: p.astype(kept), params)
+        options = {k: v for k, v in case.sizes.items() if k == "heads"}
         fused = jaxnorm.fuse if implementation == "jaxnorm" else models.identity
         loss = functools.partial(getattr(models, f"{name}_loss"), fused=fused, **options)
         model = _training.Model(lambda p, rest, *batch: (loss(p, *batch), rest), params, None)
@@ -111,9 +113,8 @@ def _plain(name: str, arrays: Callable, rate: float = 1e-3):
     return prepare
 
 
-def _made(function: Callable, case, key, **more):
-    sizes = {k: v for k, v in case.sizes.items() if k not in ("dtype", *more)}
-    return function(key, **sizes)
+def _made(function: Callable, case, key):
+    return function(key, **{k: v for k, v in case.sizes.items() if k != "kept"})
 
 
 def _llama_arrays(case, key):
@@ -189,7 +190,14 @@ CASES = {
         TrainCase(
             "llama",
             (4, 4096),
-            {"layers": 8, "width": 2048, "heads": 16, "hidden": 5632, "tokens": 128256},
+            {
+                "layers": 8,
+                "width": 2048,
+                "heads": 16,
+                "hidden": 5632,
+                "tokens": 128256,
+                "kept": "bfloat16",
+            },
         ),
         TrainCase("dit", (64, 256), {"layers": 28, "width": 1152, "heads": 16, "channels": 16}),
         TrainCase(

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,7 +131,8 @@ class Report:
         head = f"autofuse: {len(self.replaced)} replaced, {len(self.left)} left"
         kernels = sum(p.kernel is not None for p in self.row_programs)
         if self.row_programs:
-            head += f"; {kernels} row programs, {len(self.row_programs) - kernels} left"
+            programs = "row program" if kernels == 1 else "row programs"
+            head += f"; {kernels} {programs}, {len(self.row_programs) - kernels} left"
         return "\n".join((head, *map(str, self.candidates), *map(str, self.row_programs)))
 
     __repr__ = __str__
@@ -158,7 +160,7 @@ def _row_programs(grown: Grown, place: tuple[str, ...]) -> Iterator[RowProgram]:
         if isinstance(item, Grown):
             yield from _row_programs(item, (*place, text))
             continue
-        lines = (source_line(equations[i].node.eqn) for i in item.nodes)
+        lines = (_without_column(source_line(equations[i].node.eqn)) for i in item.nodes)
         verdict = costs.ALWAYS if item.gains else costs.DIFFERENTIATED
         yield RowProgram(
             None if text else kernel_name(primitive.row_program_p.name.removeprefix(TARGET_PREFIX)),
@@ -250,6 +252,10 @@ def _kept(function, replacement: Replacement) -> int:
     }  # XLA makes them anew
     kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - numbers
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in kept)
+
+
+def _without_column(line: str) -> str:
+    return re.sub(r":(\d+):\d+ ", r":\1 ", line)
 
 
 def _bytes(n: int) -> str:

@@ -683,9 +683,9 @@ class Finder:
         """Bytes that XLA moves, at least: one pass for each level of reductions, and one for sums over rows.
 
         A fusion of XLA's ends at a reduction whose result is spread along the row again. What several fusions need is
-        computed in each of them. One result of all elements, and a sum and an extreme value along rows that lead to
-        it, are a single fusion if rows are short. Pieces of rows that cost something to compute are written before they
-        are joined.
+        computed in each of them. One array of all elements that is read, one that is written, and a sum and an extreme
+        value along rows between them are a single fusion if rows are short. Pieces of rows that cost something to
+        compute are written before they are joined.
         """
         graph = self.graph
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
@@ -719,7 +719,8 @@ class Finder:
             for i in region.nodes
             for r in graph.equations[i].reductions
         )
-        together = alone and region.columns <= XLA_COLUMNS and sums <= 1
+        read = sum(np.dtype(graph.aval(v).dtype).kind not in "biu" for v in inputs)
+        together = alone and region.columns <= XLA_COLUMNS and sums <= 1 and read <= 1
         whole = [inputs] if together else passes.values()
         few = (v for v in region.inputs if v not in inputs)
         return (

@@ -307,7 +307,8 @@ UNARY = {
     "silu": jax.nn.silu,
     "relu": lambda x: jnp.maximum(x, 0.1),
     "mean": lambda x: x - x.mean(-1, keepdims=True),
-    "max": lambda x: x / (1 + jnp.abs(x).max(-1, keepdims=True)),
+    # XLA on CPUs computes x anew to look for its maximum, rounds otherwise, and divides 0 by 0: without autofuse too.
+    "max": lambda x: x / (1 + jax.lax.stop_gradient(jnp.abs(x).max(-1, keepdims=True))),
     "norm": lambda x: layer_norm(x, S, B),
     "softmax": lambda x: jax.nn.softmax(x, -1) * 4,
     "product": lambda x: x @ W,

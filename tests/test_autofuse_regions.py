@@ -198,9 +198,6 @@ def squares(y):
         BF16,
         pytest.param(
             "float32",
-            marks=pytest.mark.xfail(
-                strict=True, reason="the gradient of scale is no part of the region without a cast"
-            ),
         ),
     ],
 )

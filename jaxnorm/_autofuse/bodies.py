@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from jaxnorm._primitive.programs import open_jaxpr, run_equation, with_forward
+from jaxnorm._primitive.avals import struct_of
+from jaxnorm._primitive.programs import open_jaxpr, run_equation, run_program, with_forward
 
 # The parameters that hold an equation's programs.
 _BODIES = {
@@ -28,6 +29,21 @@ def bodies_of(eqn) -> Iterator[tuple[Place, Any]]:
         value = eqn.params[name]
         for i, body in enumerate(value if isinstance(value, tuple) else (value,)):
             yield (name, i), body
+
+
+def made_inside(eqn, make: Callable[[], Any]):
+    """What `make` returns, called where an equation's programs are traced: there, axes of a shard_map have names."""
+    if eqn.primitive.name != "shard_map":
+        return make()
+    made: list = []
+
+    def body(*blocks):
+        made.append(make())
+        return run_program(eqn.params["jaxpr"], *blocks)
+
+    avals = [struct_of(v.aval) for v in eqn.invars]
+    jax.eval_shape(lambda *operands: _shard_map(eqn, operands, body), *avals)
+    return made[0]
 
 
 def run_with_bodies(eqn, operands, bodies: Mapping[Place, Callable], change: Callable) -> list:

@@ -1,12 +1,13 @@
 """The program with its regions as row programs."""
 
+import functools
 import heapq
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
-from jaxnorm._autofuse.bodies import Place, bodies_of, run_with_bodies
+from jaxnorm._autofuse.bodies import Place, bodies_of, made_inside, run_with_bodies
 from jaxnorm._autofuse.program import LEFT_NAME
 from jaxnorm._autofuse.regions import Finder, Region
 from jaxnorm._autofuse.rewrite import where_differentiated
@@ -32,7 +33,7 @@ class Grown:
         self._inner: dict[int, dict[Place, Grown]] = {}
         for equation in self.finder.graph.equations:
             for place, body in bodies_of(equation.node.eqn):
-                inner = Grown(body)
+                inner = made_inside(equation.node.eqn, functools.partial(Grown, body))
                 self.bodies.append((equation.node.eqn, inner))
                 if inner.changes:
                     self._inner.setdefault(id(equation.node), {})[place] = inner

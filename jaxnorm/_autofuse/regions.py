@@ -315,12 +315,18 @@ class Graph:
         return list(dict.fromkeys(found))
 
     def neighbours(self, i) -> Iterator[int]:
-        """Equations that make what one reads or read what it makes, and sums over rows of what it reads."""
+        """Equations that make what one reads or read what it makes, and those of sums over rows of what it reads."""
         yield from self.needs[i]
         for v in self.equations[i].node.outputs:
             yield from self.users.get(v, ())
         for v in self.equations[i].reads:
-            yield from (u for u in self.users[v] if self.equations[u].sums_rows)
+            yield from (u for u in self.users[v] if self._is_summed(u))
+
+    def _is_summed(self, i) -> bool:
+        """Whether an equation is a sum over rows, or is read by one."""
+        results = self.equations[i].node.outputs
+        readers = (u for v in results for u in self.users.get(v, ()))
+        return any(self.equations[u].sums_rows for u in (i, *readers))
 
     def unite(self, members: int) -> None:
         """Makes equations one call: what comes before one of them comes before all."""

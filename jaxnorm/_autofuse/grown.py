@@ -4,6 +4,7 @@ import heapq
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxnorm._autofuse.bodies import Place, bodies_of, run_with_bodies
@@ -52,7 +53,8 @@ class Grown:
 
         for item in _order(self.finder):
             if isinstance(item, Region):
-                names, results = item.results, _run_region(item, list(map(read, item.inputs)))
+                operands = list(map(read, item.inputs))
+                names, results = item.results, _run_region(flat, item, operands)
             else:
                 names, inputs = item.outputs, list(map(read, item.inputs))
                 bodies = self._inner.get(id(item))
@@ -69,8 +71,9 @@ def grow(closed):
     return jax.make_jaxpr(Grown(closed))(*(v.aval for v in open_jaxpr(closed)[0].invars))
 
 
-def _run_region(region: Region, operands) -> list:
+def _run_region(flat: Flat, region: Region, operands) -> list:
     operands = list(map(data_of, operands))
+    differentiated = _differentiated(flat, region)
 
     def operation(*arrays):
         return primitive.run(region.program, arrays)
@@ -78,9 +81,25 @@ def _run_region(region: Region, operands) -> list:
     def original(*arrays):
         return run_program(region.program, *arrays)
 
-    if region.gains:
-        return operation(*operands)
-    return where_differentiated(operation, original)(*operands)
+    run = operation if region.gains else where_differentiated(operation, original)
+    results = zip(region.results, run(*operands), strict=True)
+    # A tangent of zeros is not the same as none, which `pure_callback` asks for.
+    return [r if v in differentiated else jax.lax.stop_gradient(r) for v, r in results]
+
+
+def _differentiated(flat: Flat, region: Region) -> set[int]:
+    """The values of a region that have tangents if its inputs have."""
+    found = {v for v in region.inputs if _is_inexact(flat, v)}
+    nodes, _ = flat.needed(region.results, region.inputs)
+    for node in nodes:
+        stops = node.eqn.primitive.name == "stop_gradient"
+        if not stops and any(not isinstance(a, Literal) and a in found for a in node.inputs):
+            found.update(v for v in node.outputs if _is_inexact(flat, v))
+    return found
+
+
+def _is_inexact(flat: Flat, value: int) -> bool:
+    return jnp.issubdtype(flat.avals[value].dtype, jnp.inexact)
 
 
 def _opened(eqn):

@@ -60,18 +60,18 @@ def model(name):
     if name == "llama":
         parameters = models.llama_parameters(key, **sizes, hidden=24, tokens=40)
         return (
-            models.with_sizes(models.llama_loss, **f32),
+            functools.partial(models.llama_loss, **f32),
             parameters,
             jnp.arange(18).reshape(2, 9) * 7 % 40,
         )
     if name == "dit":
         parameters = models.dit_parameters(key, **sizes, channels=8)
         condition, noise = rand((2, 16), scale=1.0), rand((2, 8, 8), seed=2)
-        return models.with_sizes(models.dit_loss, **f32), parameters, patches, condition, noise
+        return functools.partial(models.dit_loss, **f32), parameters, patches, condition, noise
     if name == "vit":
         parameters = models.vit_parameters(key, **sizes, channels=8, classes=10)
         return (
-            models.with_sizes(models.vit_loss, **f32),
+            functools.partial(models.vit_loss, **f32),
             parameters,
             patches,
             jnp.array([1, 4]),
@@ -79,7 +79,7 @@ def model(name):
         )
     if name == "mamba":
         parameters = models.mamba_parameters(key, layers=1, width=16, channels=8)
-        loss = models.with_sizes(models.mamba_loss, dtype=jnp.float32)
+        loss = functools.partial(models.mamba_loss, dtype=jnp.float32)
         return loss, parameters, patches, rand((2, 8, 8), seed=2)
     logits, reference = (rand((16, 40), seed=s) for s in (1, 2))
     old, advantages = rand((16,), seed=3, scale=0.2, offset=-4), rand((16,), seed=4)

@@ -147,17 +147,23 @@ def test_what_it_saves():
 
     assert verdict(dropout_residual_norm) == ("always", True)
     assert verdict(norm_rotary) == ("always", True)
-    assert verdict(modulated) == ("where it is differentiated", False)
+    assert verdict(modulated) == ("always", True)
+    (program,) = found(lambda x, w: jax.nn.softmax(x @ w) @ w, X16, SQUARE16)
+    assert (program.replaced, program.bytes_before) == ("where it is differentiated", program.bytes)
 
 
-def test_an_operation_alone_stays():
+def test_operations():
+    """Code that is an operation becomes a row program; a call of an operation alone has its kernel."""
+
     def function(x, h, w, scale):
         x = x + h @ w
         return x, rms_norm(x, scale) @ w
 
     report = grown(function).explain(X16, X16, SQUARE16, SCALE)
-    assert [c.operation for c in report.replaced] == ["rms_norm"]
-    assert report.row_programs == ()
+    assert report.candidates == ()
+    assert [p.kernel for p in report.row_programs] == ["jaxnorm_row_program"]
+    called = grown(lambda x, w, scale: jaxnorm.rms_norm(x @ w, scale) @ w)
+    assert called.explain(X16, SQUARE16, SCALE).row_programs == ()
 
 
 @pytest.mark.parametrize("dtype", ["float32", BF16])

@@ -5,6 +5,7 @@ import heapq
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxnorm._autofuse.bodies import Place, bodies_of, made_inside, run_with_bodies
@@ -60,7 +61,8 @@ class Grown:
 
         for item in _order(self.finder):
             if isinstance(item, Region):
-                names, results = item.results, _run_region(item, list(map(read, item.inputs)))
+                operands = list(map(read, item.inputs))
+                names, results = item.results, _run_region(self.finder, item, operands)
             else:
                 names, inputs = item.outputs, list(map(read, item.inputs))
                 bodies = self._inner.get(id(item))
@@ -77,7 +79,7 @@ def grow(closed):
     return Grown(closed).traced()
 
 
-def _run_region(region: Region, operands) -> list:
+def _run_region(finder: Finder, region: Region, operands) -> list:
     operands = list(map(data_of, operands))
 
     def operation(*arrays):
@@ -87,10 +89,28 @@ def _run_region(region: Region, operands) -> list:
         return run_program(region.program, *arrays)
 
     original.__name__ = LEFT_NAME
+    run = operation if region.gains else where_differentiated(operation, original)
+    stopped = _stopped(finder, region)
+    results = zip(region.results, run(*operands), strict=True)
+    # A tangent of zeros is not the same as none, which `pure_callback` asks for.
+    return [jax.lax.stop_gradient(r) if v in stopped else r for v, r in results]
 
-    if region.gains:
-        return operation(*operands)
-    return where_differentiated(operation, original)(*operands)
+
+def _stopped(finder: Finder, region: Region) -> set[int]:
+    """Results of a region that have no tangent, because all they are computed from stands behind a stop_gradient."""
+    graph = finder.graph
+    equations = [graph.equations[i] for i in sorted({*region.nodes, *region.again})]
+    if not any("stop_gradient" in e.names for e in equations):
+        return set()
+
+    def is_inexact(v):
+        return jnp.issubdtype(graph.aval(v).dtype, jnp.inexact)
+
+    moving = set(filter(is_inexact, region.inputs))
+    for e in equations:
+        if e.node.eqn.primitive.name != "stop_gradient" and not moving.isdisjoint(e.reads):
+            moving.update(filter(is_inexact, e.node.outputs))
+    return set(region.results) - moving
 
 
 def _opened(eqn):

@@ -11,6 +11,7 @@ Equal equations are one, and dead ones are gone, before regions are looked for.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import weakref
@@ -265,7 +266,7 @@ class Equation:
     def known(self) -> bool:
         return bool(self.operations)
 
-    @property
+    @functools.cached_property
     def sums_rows(self) -> bool:
         return any(not r.along_row for r in self.reductions)
 
@@ -414,10 +415,11 @@ class Finder:
         graph = self.graph
         members, before, after = 1 << seed, graph.before[seed], graph.after[seed]
         stops: dict[int, str] = {}
+        border = [seed]  # members that may have neighbours which are none
         grown = True
         while grown:
-            grown = False
-            for i in dict.fromkeys(n for m in bits(members) for n in graph.neighbours(m)):
+            grown, new = False, []
+            for i in dict.fromkeys(n for m in border for n in graph.neighbours(m)):
                 if members >> i & 1:
                     continue
                 added = 1 << i
@@ -433,8 +435,14 @@ class Finder:
                 for k in bits(added):
                     before |= graph.before[k]
                     after |= graph.after[k]
+                    new.append(k)
                 members |= added
                 grown = True
+            border = [
+                m
+                for m in sorted((*border, *new))
+                if not all(members >> n & 1 for n in graph.neighbours(m))
+            ]
         found = dict.fromkeys(s for i, s in stops.items() if not members >> i & 1)
         return self._trimmed(members, seed), tuple(found)[:STOPS]
 

@@ -45,6 +45,7 @@ class Axes:
 
     def _find(self, parents, axis) -> int:
         while parents[axis] != axis:
+            parents[axis] = parents[parents[axis]]  # the next search is half as long
             axis = parents[axis]
         return axis
 
@@ -402,8 +403,11 @@ class View:
         for e in program.equations:
             if any(i in reached for i in e.inputs):
                 reached.update(e.outputs)
-        axes = [self._axes.leaves([axis for dim in self.dims(v) for axis in dim]) for v in reached]
-        return any(self._axes.family(axis) == family for found in axes for axis in found)
+        return any(
+            self._axes.family(axis) == family
+            for v in reached
+            for axis in self._axes.leaves([axis for dim in self.dims(v) for axis in dim])
+        )
 
     def _size_behind(self, axes) -> int:
         sizes = [self._axes.sizes[axis] for axis in axes]

@@ -1,0 +1,62 @@
+"""Programs with row programs that a fuzzer found to fail, or to take too long."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+from jaxnorm._autofuse import regions
+
+X = jax.random.normal(jax.random.key(0), (4, 3, 16))
+
+
+@pytest.fixture(autouse=True)
+def small_regions(monkeypatch):
+    monkeypatch.setattr(regions, "LEAST_BYTES", 0)
+
+
+def norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-2) * jnp.tanh(x)
+
+
+def fused(function):
+    return jaxnorm.autofuse(function, platform="gpu")
+
+
+@pytest.mark.parametrize("least_gain", [0, 1.05, 50])
+def test_stopped_results_have_no_tangent(monkeypatch, least_gain):
+    """`pure_callback` takes what has no tangent; a tangent of zeros is one."""
+    monkeypatch.setattr(regions, "LEAST_GAIN", least_gain)
+
+    def loss(x):
+        y = norm(x)
+        seen = jax.pure_callback(np.asarray, X, jax.lax.stop_gradient(y))
+        return jnp.sum(seen * y)
+
+    assert "row_program" in str(jax.make_jaxpr(jax.jvp, static_argnums=0)(fused(loss), (X,), (X,)))
+    np.testing.assert_allclose(jax.grad(fused(loss))(X), jax.grad(loss)(X), rtol=1e-4, atol=1e-5)
+
+
+def _sines(x):
+    for _ in range(1500):
+        x = jnp.sin(x) * 1.01
+    return x / x.sum(-1, keepdims=True)
+
+
+def _norms(x):
+    for _ in range(100):
+        x = norm(x)
+    return x
+
+
+@pytest.mark.parametrize("function", [_sines, _norms])
+def test_time_of_long_regions(function):
+    """Time that grows with the square of a region's equations, or worse, shows here."""
+    start = time.perf_counter()
+    closed = jax.make_jaxpr(fused(function))(X)
+    assert time.perf_counter() - start < 20
+    assert len(closed.jaxpr.eqns) == 1

@@ -16,9 +16,13 @@ LEAST_BYTES = regions.LEAST_BYTES
 
 @pytest.fixture(autouse=True)
 def defaults(monkeypatch):
-    """Small arrays count, and the libraries are written for JAX's own settings."""
+    """Small arrays count, and the libraries are written for JAX's own settings but the products of some GPUs."""
     monkeypatch.setattr(regions, "LEAST_BYTES", 0)
-    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.enable_x64(False),
+        jax.default_matmul_precision("highest"),
+    ):
         yield
 
 

@@ -37,10 +37,6 @@ from suite import rand
 from bench import models
 from jaxnorm._autofuse import regions
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import haiku as hk
-
 # ---- models ----
 
 
@@ -252,6 +248,9 @@ def flax_nnx():
 
 
 def haiku():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        hk = pytest.importorskip("haiku")
     network = hk.without_apply_rng(
         hk.transform(lambda x: hk.LayerNorm(-1, True, True)(x + jax.nn.elu(hk.Linear(16)(x))))
     )

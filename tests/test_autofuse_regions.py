@@ -328,9 +328,11 @@ def test_effects_keep_their_order():
     assert len(kernels(function, A, S, B)) >= 1
 
 
-@pytest.mark.parametrize("dtype", ["float16", BF16, "float32"])
-def test_types_of_results(dtype):
-    """Dtypes and weak types, of values inside and at the end of a region."""
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float16", 2e-3), (BF16, 2e-2), ("float32", 2e-5)]
+)
+def test_types_of_results(dtype, tolerance):
+    """Dtypes and weak types, of values inside and at the end of a region. Kernels round results alone."""
     weak = jnp.asarray(2.0)
 
     def function(x, w):
@@ -347,7 +349,7 @@ def test_types_of_results(dtype):
     for f in (function, jax.vmap(function, (0, None)), lambda x, w: function(x.sum(0) * w, w)):
         assert results(grown(f)) == results(f)
         got, expected = jax.jit(lambda *a, f=f: (grown(f)(*a), f(*a)))(x, weak)
-        assert_close(got, expected, 2e-5)
+        assert_close(got, expected, tolerance)
 
 
 def test_used_inside_and_outside():

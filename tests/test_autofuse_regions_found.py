@@ -10,7 +10,7 @@ import pytest
 import jaxnorm
 from jaxnorm._autofuse import regions
 
-X = jax.random.normal(jax.random.key(0), (4, 3, 16))
+X = jax.random.normal(jax.random.key(0), (4, 3, 16), jnp.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,25 @@ def test_stopped_results_have_no_tangent(monkeypatch, least_gain):
 
     assert "row_program" in str(jax.make_jaxpr(jax.jvp, static_argnums=0)(fused(loss), (X,), (X,)))
     np.testing.assert_allclose(jax.grad(fused(loss))(X), jax.grad(loss)(X), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_64_bits_inside_of_a_program_of_32(monkeypatch):
+    monkeypatch.setattr(regions, "LEAST_GAIN", 0)
+
+    def of_variance(x):
+        scale = jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-2)
+        return (x - x.mean(-1, keepdims=True)) * scale * jnp.tanh(x)
+
+    def loss(x):
+        with jax.enable_x64(True):
+            y = of_variance(x.astype(jnp.float64)).astype(jnp.float32)
+        return jnp.sum(y * of_variance(x))
+
+    with jax.enable_x64(False):
+        expected = jax.grad(loss)(X)
+        for got in (jax.grad(fused(loss))(X), fused(jax.grad(loss))(X)):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def _sines(x):

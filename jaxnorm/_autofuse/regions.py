@@ -158,8 +158,17 @@ def _inner(eqn) -> list:
         found = equations.operations_of(eqn)
     except NotARowProgram:
         return []
-    known = all(e.primitive in RULES and _takes_a_label(e) and _cuts_rows(e) for e in found)
+    known = all(
+        e.primitive in RULES and _takes_a_label(e) and _cuts_rows(e) and _has_widths_of_here(e)
+        for e in found
+    )
     return found if known else []
+
+
+def _has_widths_of_here(equation) -> bool:
+    """False for 64 bits that `jax.enable_x64` allows inside of the program alone: derivatives are traced outside."""
+    dtypes = [v.aval.dtype for v in (*equation.inputs, *equation.outputs)]
+    return all(jax.dtypes.canonicalize_dtype(d) == d for d in dtypes if isinstance(d, np.dtype))
 
 
 def _cuts_rows(equation) -> bool:

@@ -1014,3 +1014,21 @@ def test_explain():
     assert "saved for backward: uint8[16,8]" in str(explained)
     structs = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(jax.random.key, 0)
     assert jaxnorm.fuse(dropout).explain(*structs) == explained
+
+
+def test_results_behind_stop_gradient():
+    """They have no tangent, as `pure_callback` asks for; a tangent of zeros is one."""
+
+    @jaxnorm.fuse
+    def norm(x):
+        y = x - x.mean(-1, keepdims=True)
+        return y, jax.lax.stop_gradient(y * 2)
+
+    def loss(x):
+        y, stopped = norm(x)
+        seen = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), stopped)
+        return jnp.sum(seen * y)
+
+    x = jnp.arange(12.0).reshape(3, 4) ** 2
+    y = x - x.mean(-1, keepdims=True)
+    np.testing.assert_allclose(jax.grad(loss)(x), 2 * y, rtol=1e-5, atol=1e-4)

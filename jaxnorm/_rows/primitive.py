@@ -193,7 +193,7 @@ class Split:
         values are further results of forward.
       saved: how many further results forward has.
       backward: residuals, cotangents of `active` results -> gradients of `taken` operands.
-      active: results that depend on the operands in question.
+      active: results that have a tangent if the operands in question have.
       taken: operands that have an influence.
     """
 
@@ -212,7 +212,7 @@ def split_of(closed, nonzero: tuple[bool, ...]) -> Split:
     n, outs = len(closed.in_avals), closed.out_avals
     varied = [i for i, nz in enumerate(nonzero) if nz]
     flat = Flat(closed)
-    reached = flat.depending(flat.operands[i] for i in varied)
+    reached = flat.depending((flat.operands[i] for i in varied), tangents=True)
     active = tuple(
         i
         for i, (atom, aval) in enumerate(zip(flat.results, outs, strict=True))

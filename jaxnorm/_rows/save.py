@@ -186,10 +186,12 @@ class Flat:
             and self.is_zero(node.inputs[0])
         )
 
-    def depending(self, values: Iterable[Atom]) -> set[int]:
-        """These values and all that are computed from them."""
+    def depending(self, values: Iterable[Atom], tangents: bool = False) -> set[int]:
+        """These values and all that are computed from them; with `tangents` not behind a stop_gradient."""
         found = {v for v in values if not isinstance(v, Literal)}
         for node in self.nodes:
+            if tangents and node.eqn.primitive.name == "stop_gradient":
+                continue
             if any(not isinstance(a, Literal) and a in found for a in node.inputs):
                 found.update(node.outputs)
         return found

@@ -283,51 +283,6 @@ def _train() -> Rows:
     return rows
 
 
-# Kernels that jaxnorm has no part in (bench/train.py).
-_PRODUCTS = ("matrix product or convolution", "attention")
-
-
-def _rest(record: dict) -> float:
-    groups = record["kernel_times"]["groups"]
-    return sum(seconds for group, seconds in groups.items() if group not in _PRODUCTS)
-
-
-def _models() -> Rows:
-    """Models of bench/models.py; headings alone where no file has figures."""
-    labels = {
-        "llama": "Llama-shaped, 8 layers, d = 2048, 4 × 4096 tokens, 128256 words, float32 loss, bfloat16 parameters",
-        "dit": "DiT, 28 layers, d = 1152, 64 × 256 patches",
-        "vit": "ViT-L with dropout, 64 × 256 patches",
-        "mamba": "state-space blocks with gated RMS norm, 8 layers, d = 2048, 4 × 2048 tokens",
-        "rl": "loss of reinforcement learning alone, 8192 × 128256 logits",
-        "transformer": "transformer, 12 layers, d = 1024, 16 × 1024 tokens, softmax attention, Flax",
-    }
-    rows = [["model", "step, plain → autofuse", "the rest", "temporary memory", "calls by hand"]]
-    records = _read("models", device=DEVICE) if (RESULTS / f"{DEVICE}-models.json").exists() else {}
-    for hand in _cases(records, "train"):
-        name = hand["case"].split(" ")[0]
-        forms = (records.get(("train", hand["case"], "step", f)) for f in ("plain", "flax"))
-        plain = next(r for r in forms if r is not None)
-        ours = records["train", hand["case"], "step", "autofuse"]
-
-        def gained(r, plain=plain):
-            times = (plain["seconds"] / r["seconds"], _rest(r) / _rest(plain))
-            memory = r["temporary_bytes"] / plain["temporary_bytes"]
-            return f"{times[0]:.2f}×", f"{times[1]:.2f}", f"{memory:.2f}"
-
-        faster, less, memory = gained(ours)
-        rows.append(
-            [
-                labels[name],
-                f"{plain['seconds'] * 1e3:.1f} → {ours['seconds'] * 1e3:.1f} ms ({faster})",
-                f"{_rest(plain) * 1e3:.1f} → {_rest(ours) * 1e3:.1f} ms ({less})",
-                f"{plain['temporary_bytes'] / 1e9:.1f} → {ours['temporary_bytes'] / 1e9:.1f} GB ({memory})",
-                ", ".join(gained(hand)),
-            ]
-        )
-    return rows
-
-
 def _fuse() -> Rows:
     """Each row program at the size that users have; headings alone where no file has figures."""
     records = _row_programs()
@@ -399,7 +354,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "program": _program,
     "fuse": _fuse,
     "train": _train,
-    "models": _models,
     "losses": _losses,
     "h100/norm": functools.partial(_norm, "h100", _TWO_PROGRAMS),
     "h100/batch_norm": functools.partial(_batch_norm, "h100", _TWO_PROGRAMS),

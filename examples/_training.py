@@ -26,6 +26,8 @@ from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+import jaxnorm  # noqa: E402
+
 # Rounding differs between the two runs by about 1e-7 a step, and training multiplies what differs.
 # The losses of one batch are compared by their mean over the last steps.
 LAST = 20
@@ -115,10 +117,28 @@ def train(models: dict[str, Model], optimizer, batches: Sequence[tuple]) -> dict
 # ---- what people read ----
 
 
-def norm_parser(doc: str, names: Sequence[str] = ("flax", "jaxnorm")) -> argparse.ArgumentParser:
+def norm_parser(
+    doc: str, names: Sequence[str] = ("flax", "autofuse", "jaxnorm")
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--norm", choices=(*names, "both"), default="both")
     return parser
+
+
+def made(norm: str, make: Callable) -> dict:
+    """What `make` makes of "flax" and "jaxnorm", or of one of them, by name; "autofuse" is made as "flax" is."""
+    names = ("flax", "jaxnorm") if norm == "both" else (norm,)
+    return {name: make("flax" if name == "autofuse" else name) for name in names}
+
+
+def autofused(models: dict[str, Model]) -> dict[str, Model]:
+    """The models, of which "autofuse" has that one line more."""
+    return {
+        name: model._replace(loss_of=jaxnorm.autofuse(model.loss_of))
+        if name == "autofuse"
+        else model
+        for name, model in models.items()
+    }
 
 
 def finish_parsing(parser, argv, *, steps: int, plot: str) -> argparse.Namespace:

@@ -4,7 +4,8 @@ NHWC, Flax NNX, bottleneck blocks. A block normalises three times: twice with a 
 its end with the shortcut added and then a ReLU. jaxnorm does each of these in the pass of the
 normalisation. Same seed, same batches, same Adam: only `LIBRARIES` differs.
 
-    python examples/resnet.py [--norm flax|jaxnorm|both] [--steps 150] [--plot resnet.png] [--seed 0] [--recompute]
+    python examples/resnet.py [--norm flax|autofuse|jaxnorm|both] [--steps 150] [--plot resnet.png] [--seed 0]
+        [--recompute]
 
 With --recompute, backward computes the normalised arrays again: a GPU then needs a third less memory.
 Needs `pip install 'jaxnorm[bench]'`. Exits with 1 when a run stays under 95% on held-out digits or
@@ -194,13 +195,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sizes = {"channels": 1, "width": 16, "stages": (1, 1, 1), "classes": 10, "large": False}
     sizes |= {"recompute": options.recompute, "dtype": jnp.float32}
-    networks = {
-        name: make(library, options.seed, **sizes)
-        for name, library in LIBRARIES.items()
-        if options.norm in (name, "both")
-    }
+    networks = _training.made(
+        options.norm, lambda name: make(LIBRARIES[name], options.seed, **sizes)
+    )
     runs = _training.train(
-        {name: model_of(network) for name, network in networks.items()},
+        _training.autofused({name: model_of(network) for name, network in networks.items()}),
         optax.adam(optax.linear_schedule(RATE, 0.0, options.steps)),
         [(images[rows], labels[rows]) for rows in chosen],
     )

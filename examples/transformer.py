@@ -4,7 +4,7 @@ One token is one character of `argparse.py`, which every Python has. Flax Linen;
 attention (softmax) and of two dense layers, cross-entropy (log_softmax). Same seed, same batches, same
 Adam: only `LIBRARIES` differs. Ends in a line that each model wrote.
 
-    python examples/transformer.py [--norm flax|jaxnorm|both] [--steps 300] [--plot transformer.png] [--seed 0]
+    python examples/transformer.py [--norm flax|autofuse|jaxnorm|both] [--steps 300] [--plot transformer.png] [--seed 0]
 
 Needs `pip install 'jaxnorm[bench]'`. Exits with 1 when a run learns nothing beyond how frequent each
 character is, or the losses differ.
@@ -166,13 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _training.norm_parser(__doc__)
     options = _training.finish_parsing(parser, argv, steps=300, plot="transformer.png")
     text = source()
-    networks = {
-        name: Transformer(library, len(text.alphabet), WIDTH, LAYERS, HEADS, LENGTH, jnp.float32)
-        for name, library in LIBRARIES.items()
-        if options.norm in (name, "both")
-    }
+    sizes = len(text.alphabet), WIDTH, LAYERS, HEADS, LENGTH, jnp.float32
+    networks = _training.made(options.norm, lambda name: Transformer(LIBRARIES[name], *sizes))
+    models = {name: model_of(network, options.seed) for name, network in networks.items()}
     runs = _training.train(
-        {name: model_of(network, options.seed) for name, network in networks.items()},
+        _training.autofused(models),
         optax.adam(optax.linear_schedule(RATE, 0.0, options.steps)),
         batches(text, options),
     )

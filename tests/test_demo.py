@@ -192,12 +192,13 @@ def test_example_in_short(name, steps, first, row, verdict, tmp_path):
 
 
 @needs_extra
-def test_example_of_one_library_without_training(tmp_path):
+@pytest.mark.parametrize("norm", ["jaxnorm", "autofuse"])
+def test_example_of_one_library_without_training(norm, tmp_path):
     done = example(
-        *("transformer", "--norm", "jaxnorm", "--steps", "1", "--plot", "out.png"), cwd=tmp_path
+        *("transformer", "--norm", norm, "--steps", "1", "--plot", "out.png"), cwd=tmp_path
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAILED: jaxnorm reached a loss of" in done.stdout
+    assert f"FAILED: {norm} reached a loss of" in done.stdout
     assert "flax" not in done.stdout
     assert "agree" not in done.stdout
     assert (tmp_path / "out.png").exists()

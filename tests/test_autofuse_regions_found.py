@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxnorm
-from jaxnorm._autofuse import regions
+from jaxnorm._autofuse import region, regions
 
 X = jax.random.normal(jax.random.key(0), (4, 3, 16), jnp.float32)
 
@@ -30,7 +30,7 @@ def fused(function):
 @pytest.mark.parametrize("least_gain", [0, 1.05, 50])
 def test_stopped_results_have_no_tangent(monkeypatch, least_gain):
     """`pure_callback` takes what has no tangent; a tangent of zeros is one."""
-    monkeypatch.setattr(regions, "LEAST_GAIN", least_gain)
+    monkeypatch.setattr(region, "LEAST_GAIN", least_gain)
 
     def loss(x):
         y = norm(x)
@@ -43,7 +43,7 @@ def test_stopped_results_have_no_tangent(monkeypatch, least_gain):
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_64_bits_inside_of_a_program_of_32(monkeypatch):
-    monkeypatch.setattr(regions, "LEAST_GAIN", 0)
+    monkeypatch.setattr(region, "LEAST_GAIN", 0)
 
     def of_variance(x):
         scale = jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-2)

@@ -6,5 +6,10 @@ algebra    expressions as sums of products; statistics along axes
 patterns   which expressions are which operation
 costs      where an operation is worth its call; the measurements behind that
 rewrite    checks of dtypes, uses and order; the rewritten jaxpr
+flow       equations as regions of rows see them; which run before which
+regions    where row programs are; what they and XLA move
+region     a row program's equations, inputs and results
+grown      the program with its regions as row programs
+bodies     programs inside of equations: loops, branches, shard_map
 report     what `explain` returns
 """

@@ -10,7 +10,8 @@ from jax.extend.core import Literal
 
 from jaxnorm._autofuse.bodies import Place, bodies_of, made_inside, run_with_bodies
 from jaxnorm._autofuse.program import LEFT_NAME
-from jaxnorm._autofuse.regions import Finder, Region
+from jaxnorm._autofuse.region import Region
+from jaxnorm._autofuse.regions import Finder
 from jaxnorm._autofuse.rewrite import where_differentiated
 from jaxnorm._primitive.programs import open_jaxpr, run_program
 from jaxnorm._rows import primitive

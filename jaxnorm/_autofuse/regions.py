@@ -10,367 +10,44 @@ Equal equations are one, and dead ones are gone, before regions are looked for.
 """
 
 import collections
-import dataclasses
-import functools
-import itertools
 import math
-import weakref
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import numpy as np
-from jax.extend.core import Literal
 
-from jaxnorm._primitive.programs import closed_of, run_program, source_line, trace_context
-from jaxnorm._rows import equations, primitive
-from jaxnorm._rows.dimensions import check_label, cut_dimensions, looks_into_one
+from jaxnorm._autofuse.flow import CUTS, Graph, Reduction, bits, nbytes, size
+from jaxnorm._autofuse.region import Region, program_of
+from jaxnorm._primitive.programs import source_line
+from jaxnorm._rows import primitive
 from jaxnorm._rows.equations import NotARowProgram
-from jaxnorm._rows.keys import data_of, is_key, kind_of, with_kind
-from jaxnorm._rows.rules import RULES, STORED
-from jaxnorm._rows.save import Flat, Node
+from jaxnorm._rows.save import Flat
 
 # Regions that move fewer bytes are left.
 LEAST_BYTES = 1 << 18
 # Rows of fewer columns are left.
 LEAST_COLUMNS = 8
-# XLA's bytes divided by a region's, from which on the region is a kernel also where nothing is differentiated.
-LEAST_GAIN = 1.05
 # The most equations that a value is computed again with.
 CONE = 64
 # The longest rows that a fusion of XLA's reads once, reductions and what follows them.
 XLA_COLUMNS = 8192
-# The most pieces that a region joins to a row.
-PIECES = 4
 # How many reasons a report gives for the end of a region.
 STOPS = 4
 
-_REDUCTIONS = ("reduce_", "arg")
-# Operations that row programs have, and that regions leave where they are: what they say is about the whole array.
-_LEFT = {
-    "copy_p", "jaxnorm_pack_bits", "jaxnorm_unpack_bits", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary",
-    "random_wrap", "reduce_precision", "reshard", "sharding_constraint",
-}  # fmt: skip
-# Calls that are row programs already, or that keep statistics over rows.
-_OPAQUE = ("jaxnorm_row_", "jaxnorm_batch_norm")
+# What moves or converts elements.
 _MOVES = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "expand_dims",
-    "reshape",
-    "squeeze",
-    "transpose",
-}
+    "broadcast_in_dim", "convert_element_type", "expand_dims", "reshape", "squeeze", "transpose",
+}  # fmt: skip
 # What is computed of parameters for each row again, because that costs next to nothing.
 _CHEAP = {*_MOVES, "add", "add_any", "mul", "neg", "sub"}
-_CUTS = {"concatenate", "pad", "rev", "slice", "split"}
 # What costs too much arithmetic to be computed twice.
 _COSTLY = {"random_bits", "threefry2x32"}
 # What XLA does not compute once more for each reader.
 _EXPENSIVE = {
-    "acos",
-    "cos",
-    "div",
-    "erf",
-    "erf_inv",
-    "exp",
-    "exp2",
-    "log",
-    "log1p",
-    "logistic",
-    "pow",
-    "sin",
+    "acos", "cos", "div", "erf", "erf_inv", "exp", "exp2", "log", "log1p", "logistic", "pow", "sin",
     "tanh",
-}
+}  # fmt: skip
 # What is left out, one attempt after the other, where rows cannot have all.
 _ATTEMPTS = ("", "pieces of rows", "sums over rows")
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """A reduction in an equation, or in what it calls.
-
-    Attributes:
-      shape: sizes of the dimensions that number the rows, without those of size 1.
-      columns: the number of elements of a row.
-      along_row: whether it runs along rows; otherwise it is a sum over rows.
-      extreme: whether it is the largest or the smallest element.
-    """
-
-    shape: tuple[int, ...]
-    columns: int
-    along_row: bool
-    extreme: bool = False
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclasses.dataclass(eq=False)
-class Region:
-    """Equations that are one row program. Equations are numbered as in `Graph`, values as in `Flat`.
-
-    Attributes:
-      shape: sizes of the dimensions that number the rows, without those of size 1.
-      columns: the number of elements of a row.
-      nodes: its equations, in order.
-      again: equations of earlier regions that it computes once more.
-      inputs, results: values.
-      program: the closed jaxpr from inputs to results.
-      bytes: that it reads and writes.
-      before: bytes that XLA moves for the same.
-      stops: what ended it, and where.
-    """
-
-    shape: tuple[int, ...]
-    columns: int
-    nodes: list[int]
-    again: list[int] = dataclasses.field(default_factory=list)
-    inputs: list[int] = dataclasses.field(default_factory=list)
-    results: list[int] = dataclasses.field(default_factory=list)
-    program: Any = None
-    bytes: int = 0
-    before: int = 0
-    stops: tuple[str, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def gains(self) -> bool:
-        """Whether it is worth its kernel where nothing is differentiated."""
-        return self.before >= LEAST_GAIN * self.bytes
-
-
-# ---- equations ----
-
-
-def _inner(eqn) -> list:
-    """The operations of an equation; none where one of them is not an operation of rows."""
-    name = eqn.primitive.name
-    if eqn.effects or name.startswith(_OPAQUE) or name in ("checkpoint", "remat2"):
-        return []
-    if name in _LEFT or (name not in RULES and equations.body_of(eqn) is None):
-        return []
-    try:
-        found = equations.operations_of(eqn)
-    except NotARowProgram:
-        return []
-    known = all(
-        e.primitive in RULES and _takes_a_label(e) and _cuts_rows(e) and _has_widths_of_here(e)
-        for e in found
-    )
-    return found if known else []
-
-
-def _has_widths_of_here(equation) -> bool:
-    """False for 64 bits that `jax.enable_x64` allows inside of the program alone: derivatives are traced outside."""
-    dtypes = [v.aval.dtype for v in (*equation.inputs, *equation.outputs)]
-    return all(jax.dtypes.canonicalize_dtype(d) == d for d in dtypes if isinstance(d, np.dtype))
-
-
-def _cuts_rows(equation) -> bool:
-    """Whether what an operation cuts, joins or reverses are rows; true of one that does nothing such."""
-    if equation.primitive not in _CUTS:
-        return True
-    last = len(equation.outputs[0].aval.shape) - 1
-    return all(d == last for d in cut_dimensions(equation))
-
-
-def _takes_a_label(equation) -> bool:
-    """Whether a gather or scatter is of one element of each row."""
-    if equation.primitive not in ("gather", "scatter-add") or looks_into_one(equation):
-        return True
-    try:
-        check_label(equation)
-    except NotARowProgram:
-        return False
-    return True
-
-
-def _reduction(equation) -> Reduction | None:
-    if not equation.primitive.startswith(_REDUCTIONS) or "axes" not in equation.params:
-        return None
-    shape, axes = equation.inputs[0].aval.shape, equation.params["axes"]
-    long = [d for d, n in enumerate(shape) if n != 1]
-    reduced = [d for d in axes if shape[d] != 1]
-    if not reduced:
-        return None
-    rows = tuple(shape[d] for d in long[:-1])
-    if reduced == long[-1:] or long[-1] not in reduced:
-        extreme = equation.primitive.endswith(("max", "min"))
-        return Reduction(rows, shape[long[-1]], reduced == long[-1:], extreme)
-    return Reduction((), 0, False)  # of rows and columns
-
-
-def size(aval) -> int:
-    return math.prod(aval.shape)
-
-
-def nbytes(aval) -> int:
-    return 0 if is_key(aval) else size(aval) * np.dtype(aval.dtype).itemsize
-
-
-def _is_plain(aval) -> bool:
-    """Whether kernels hold such an array: its sizes are numbers, and so are its elements."""
-    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
-    return (
-        shape is not None
-        and isinstance(dtype, np.dtype)
-        and dtype in STORED
-        and all(isinstance(n, int) and n > 0 for n in shape)
-    )
-
-
-def _joined(equation) -> Reduction | None:
-    """The rows of pieces that an equation joins, computed before at some cost: XLA writes the pieces first."""
-    if equation.primitive != "concatenate":
-        return None
-    shape = equation.outputs[0].aval.shape
-    if equation.params["dimension"] != len(shape) - 1 or len(equation.inputs) > PIECES:
-        return None
-    return Reduction(tuple(n for n in shape[:-1] if n != 1), shape[-1], True)
-
-
-class Equation:
-    """What regions ask of an equation.
-
-    Attributes:
-      node: of the flat program.
-      reads: the values that it takes.
-      operations: its own, or those of what it calls; none where rows do not have them.
-      names: of the operations.
-      reductions: those of them that reduce.
-      joined: the rows that it joins of pieces, or None.
-      depth: how many reductions along rows follow one another.
-    """
-
-    def __init__(self, node: Node, avals: list):
-        self.node = node
-        self.reads = list(dict.fromkeys(a for a in node.inputs if not isinstance(a, Literal)))
-        plain = all(_is_plain(avals[v]) for v in node.outputs) and all(
-            _is_plain(avals[v]) or (node.eqn.primitive.name == "random_bits" and is_key(avals[v]))
-            for v in self.reads
-        )
-        self.operations = _inner(node.eqn) if plain and node.outputs else []
-        self.names = {e.primitive for e in self.operations}
-        self.reductions = []
-        self.joined = _joined(self.operations[0]) if len(self.operations) == 1 else None
-        self.depth = 0
-        level: dict = {}
-        for e in self.operations:
-            found = _reduction(e)
-            at = max((level.get(v, 0) for v in e.inputs), default=0)
-            if found is not None:
-                self.reductions.append(found)
-                at += found.along_row
-            level.update(dict.fromkeys(e.outputs, at))
-            self.depth = max(self.depth, at)
-        if any(r.columns == 0 for r in self.reductions):
-            self.operations = []
-
-    @property
-    def known(self) -> bool:
-        return bool(self.operations)
-
-    @functools.cached_property
-    def sums_rows(self) -> bool:
-        return any(not r.along_row for r in self.reductions)
-
-
-# ---- the graph ----
-
-
-class Graph:
-    """A flat program's equations, and which of them come before which.
-
-    Attributes:
-      flat: the program.
-      equations: what results need, or has an effect, in order.
-      producer: the equation that makes a value.
-      users: equations that read a value.
-      results: values that the program returns.
-      needs: equations that must run before one, directly.
-      before, after: all equations that run before or after one and itself, as bits.
-    """
-
-    def __init__(self, flat: Flat):
-        self.flat = flat
-        self.equations = [Equation(node, flat.avals) for node in _live(flat)]
-        self.producer = {v: i for i, e in enumerate(self.equations) for v in e.node.outputs}
-        self.users: dict[int, list[int]] = collections.defaultdict(list)
-        for i in range(len(self.equations)):
-            for v in self.equations[i].reads:
-                self.users[v].append(i)
-        self.results = {a for a in flat.results if not isinstance(a, Literal)}
-        self.needs = [self._needs(i) for i in range(len(self.equations))]
-        effects = [i for i, e in enumerate(self.equations) if e.node.eqn.effects]
-        for earlier, later in itertools.pairwise(effects):
-            self.needs[later].append(earlier)
-        self.before = [0] * len(self.equations)
-        self.after = [0] * len(self.equations)
-        for i, needed in enumerate(self.needs):
-            self.before[i] = 1 << i
-            for n in needed:
-                self.before[i] |= self.before[n]
-        for i in reversed(range(len(self.equations))):
-            self.after[i] |= 1 << i
-            for n in self.needs[i]:
-                self.after[n] |= self.after[i]
-
-    def _needs(self, i) -> list[int]:
-        found = (self.producer[v] for v in self.equations[i].reads if v in self.producer)
-        return list(dict.fromkeys(found))
-
-    def neighbours(self, i) -> Iterator[int]:
-        """Equations that make what one reads or read what it makes, and those of sums over rows of what it reads."""
-        yield from self.needs[i]
-        for v in self.equations[i].node.outputs:
-            yield from self.users.get(v, ())
-        for v in self.equations[i].reads:
-            yield from (u for u in self.users[v] if self._is_summed(u))
-
-    def _is_summed(self, i) -> bool:
-        """Whether an equation is a sum over rows, or is read by one."""
-        results = self.equations[i].node.outputs
-        readers = (u for v in results for u in self.users.get(v, ()))
-        return any(self.equations[u].sums_rows for u in (i, *readers))
-
-    def unite(self, members: int) -> None:
-        """Makes equations one call: what comes before one of them comes before all."""
-        before = after = 0
-        for i in bits(members):
-            before |= self.before[i]
-            after |= self.after[i]
-        for i in bits(after | members):
-            self.before[i] |= before
-        for i in bits(before | members):
-            self.after[i] |= after
-
-    def aval(self, value):
-        return self.flat.avals[value]
-
-
-def bits(number: int) -> list[int]:
-    """The numbers of the bits that are set."""
-    words = np.frombuffer(number.to_bytes(number.bit_length() // 8 + 1, "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
-
-
-def _live(flat: Flat) -> list[Node]:
-    """The equations that results need, and those with effects."""
-    live = {a for a in flat.results if not isinstance(a, Literal)}
-    nodes = []
-    for node in reversed(flat.nodes):
-        if node.eqn.effects or any(v in live for v in node.outputs):
-            nodes.append(node)
-            live.update(a for a in node.inputs if not isinstance(a, Literal))
-    return nodes[::-1]
-
-
-# ---- growing ----
 
 
 class Finder:
@@ -479,7 +156,7 @@ class Finder:
             return False
         if any(members >> n & 1 and graph.equations[n].sums_rows for n in makers):
             return False
-        if without and equation.names & {*_CUTS, "transpose"}:
+        if without and equation.names & {*CUTS, "transpose"}:
             return False
         return all(
             self._is_of_rows(v, reduction.shape, columns)
@@ -752,68 +429,3 @@ class Finder:
             + sum(map(self._nbytes, few))
             + sum(map(self._nbytes, region.results))
         )
-
-
-# ---- programs ----
-
-_programs: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-
-
-def program_of(graph: Graph, region: Region):
-    """The region's closed jaxpr; that of an equal region, such as another layer's, where there is one."""
-    try:
-        key = _key(graph, region)
-        found = _programs.get(key)
-    except TypeError:  # parameters that have no hash
-        key = found = None
-    if found is None:
-        found = _with_key_data(graph.flat, region)
-        if key is not None:
-            _programs[key] = found
-    return found
-
-
-def _with_key_data(flat: Flat, region: Region):
-    """The region's program, of the data of random keys."""
-    program, none = flat.program(region.inputs, region.results)
-    assert not none
-    avals = [flat.avals[v] for v in region.inputs]
-    if not any(map(is_key, avals)):
-        return program
-    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) if is_key(a) else None for a in avals]
-    kinds = [None if a is None else kind_of(a) for a in arrays]
-
-    def of_data(*operands):
-        return run_program(program, *map(with_kind, operands, kinds))
-
-    given = [
-        a if s is None else jax.eval_shape(data_of, s) for a, s in zip(avals, arrays, strict=True)
-    ]
-    closed, none = closed_of(of_data, given)
-    assert not none
-    return closed
-
-
-def _key(graph: Graph, region: Region):
-    """Equal for regions that do the same; functions in the parameters are compared by identity."""
-    numbers = {v: n for n, v in enumerate(region.inputs)}
-    lines = []
-    for i in sorted({*region.nodes, *region.again}):
-        node = graph.equations[i].node
-        atoms = tuple(
-            (np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else numbers[a]
-            for a in node.inputs
-        )
-        for v in node.outputs:
-            numbers[v] = len(numbers)
-        params = tuple(sorted(node.eqn.params.items(), key=lambda item: item[0]))
-        avals = tuple(map(graph.aval, node.outputs))
-        lines.append((node.eqn.primitive, atoms, params, avals))
-    key = (
-        tuple(map(graph.aval, region.inputs)),
-        tuple(lines),
-        tuple(numbers[v] for v in region.results),
-        trace_context(),
-    )
-    hash(key)
-    return key

@@ -1,0 +1,120 @@
+"""A region, and the program that its kernel runs."""
+
+import dataclasses
+import math
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxnorm._autofuse.flow import Graph
+from jaxnorm._primitive.programs import closed_of, run_program, trace_context
+from jaxnorm._rows.keys import data_of, is_key, kind_of, with_kind
+from jaxnorm._rows.save import Flat
+
+# XLA's bytes divided by a region's, from which on the region is a kernel also where nothing is differentiated.
+LEAST_GAIN = 1.05
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """Equations that are one row program. Equations are numbered as in `Graph`, values as in `Flat`.
+
+    Attributes:
+      shape: sizes of the dimensions that number the rows, without those of size 1.
+      columns: the number of elements of a row.
+      nodes: its equations, in order.
+      again: equations of earlier regions that it computes once more.
+      inputs, results: values.
+      program: the closed jaxpr from inputs to results.
+      bytes: that it reads and writes.
+      before: bytes that XLA moves for the same.
+      stops: what ended it, and where.
+    """
+
+    shape: tuple[int, ...]
+    columns: int
+    nodes: list[int]
+    again: list[int] = dataclasses.field(default_factory=list)
+    inputs: list[int] = dataclasses.field(default_factory=list)
+    results: list[int] = dataclasses.field(default_factory=list)
+    program: Any = None
+    bytes: int = 0
+    before: int = 0
+    stops: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def gains(self) -> bool:
+        """Whether it is worth its kernel where nothing is differentiated."""
+        return self.before >= LEAST_GAIN * self.bytes
+
+
+# ---- programs ----
+
+_programs: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+def program_of(graph: Graph, region: Region):
+    """The region's closed jaxpr; that of an equal region, such as another layer's, where there is one."""
+    try:
+        key = _key(graph, region)
+        found = _programs.get(key)
+    except TypeError:  # parameters that have no hash
+        key = found = None
+    if found is None:
+        found = _with_key_data(graph.flat, region)
+        if key is not None:
+            _programs[key] = found
+    return found
+
+
+def _with_key_data(flat: Flat, region: Region):
+    """The region's program, of the data of random keys."""
+    program, none = flat.program(region.inputs, region.results)
+    assert not none
+    avals = [flat.avals[v] for v in region.inputs]
+    if not any(map(is_key, avals)):
+        return program
+    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) if is_key(a) else None for a in avals]
+    kinds = [None if a is None else kind_of(a) for a in arrays]
+
+    def of_data(*operands):
+        return run_program(program, *map(with_kind, operands, kinds))
+
+    given = [
+        a if s is None else jax.eval_shape(data_of, s) for a, s in zip(avals, arrays, strict=True)
+    ]
+    closed, none = closed_of(of_data, given)
+    assert not none
+    return closed
+
+
+def _key(graph: Graph, region: Region):
+    """Equal for regions that do the same; functions in the parameters are compared by identity."""
+    numbers = {v: n for n, v in enumerate(region.inputs)}
+    lines = []
+    for i in sorted({*region.nodes, *region.again}):
+        node = graph.equations[i].node
+        atoms = tuple(
+            (np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else numbers[a]
+            for a in node.inputs
+        )
+        for v in node.outputs:
+            numbers[v] = len(numbers)
+        params = tuple(sorted(node.eqn.params.items(), key=lambda item: item[0]))
+        avals = tuple(map(graph.aval, node.outputs))
+        lines.append((node.eqn.primitive, atoms, params, avals))
+    key = (
+        tuple(map(graph.aval, region.inputs)),
+        tuple(lines),
+        tuple(numbers[v] for v in region.results),
+        trace_context(),
+    )
+    hash(key)
+    return key

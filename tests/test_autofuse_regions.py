@@ -1,6 +1,7 @@
 """autofuse: where row programs are, and what they move. On CPUs they run as what they are made of."""
 
 import time
+import types
 
 import flax.linen as nn
 import jax
@@ -29,9 +30,11 @@ from autofuse_row_programs import (  # noqa: F401
 
 import jaxnorm
 from bench import models
+from jaxnorm import _lib
 from jaxnorm._autofuse import regions
 from jaxnorm._autofuse.grown import Grown
 from jaxnorm._autofuse.rewrite import rewrite
+from jaxnorm.autofuse import Autofused
 
 ROWS, WIDTH = 256, 512
 BF16 = "bfloat16"
@@ -380,6 +383,20 @@ def test_result_twice_and_operand_as_result():
     assert got["none"] is None
     for name in "ab":
         assert_close(got[name], expected[name], 2e-5)
+
+
+GROWS = Autofused._grows  # conftest puts another one in its place
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("available", [True, False])
+def test_platform_by_default(backend, available, monkeypatch):
+    """JAX's default backend, if it is a GPU that kernels can be compiled for."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(_lib, "module", lambda name: types.SimpleNamespace(available=available))
+    assert GROWS(jaxnorm.autofuse(layer)) == (backend == "gpu" and available)
+    assert GROWS(jaxnorm.autofuse(layer, platform="gpu"))
+    assert not GROWS(jaxnorm.autofuse(layer, platform="cpu"))
 
 
 def test_platform():

@@ -3,7 +3,6 @@
 import functools
 import warnings
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -259,6 +258,7 @@ def haiku():
 
 
 def equinox():
+    eqx = pytest.importorskip("equinox")
     class Network(eqx.Module):
         norm: eqx.nn.LayerNorm
         linear: eqx.nn.Linear

@@ -80,8 +80,9 @@ def _inner(eqn) -> list:
 
 def _has_widths_of_here(equation) -> bool:
     """False for 64 bits that `jax.enable_x64` allows inside of the program alone: derivatives are traced outside."""
-    dtypes = [v.aval.dtype for v in (*equation.inputs, *equation.outputs)]
-    return all(jax.dtypes.canonicalize_dtype(d) == d for d in dtypes if isinstance(d, np.dtype))
+    dtypes = (v.aval.dtype for v in (*equation.inputs, *equation.outputs))
+    wide = (d for d in dtypes if isinstance(d, np.dtype) and d.itemsize >= 8)
+    return all(jax.dtypes.canonicalize_dtype(d) == d for d in wide)
 
 
 def _cuts_rows(equation) -> bool:
@@ -204,6 +205,7 @@ class Graph:
       equations: what results need, or has an effect, in order.
       producer: the equation that makes a value.
       users: equations that read a value.
+      summed: equations that are sums over rows, or are read by one.
       results: values that the program returns.
       needs: equations that must run before one, directly.
       before, after: all equations that run before or after one and itself, as bits.
@@ -217,6 +219,7 @@ class Graph:
         for i in range(len(self.equations)):
             for v in self.equations[i].reads:
                 self.users[v].append(i)
+        self.summed = self._summed()
         self.results = {a for a in flat.results if not isinstance(a, Literal)}
         self.needs = [self._needs(i) for i in range(len(self.equations))]
         effects = [i for i, e in enumerate(self.equations) if e.node.eqn.effects]
@@ -243,13 +246,12 @@ class Graph:
         for v in self.equations[i].node.outputs:
             yield from self.users.get(v, ())
         for v in self.equations[i].reads:
-            yield from (u for u in self.users[v] if self._is_summed(u))
+            yield from (u for u in self.users[v] if u in self.summed)
 
-    def _is_summed(self, i) -> bool:
-        """Whether an equation is a sum over rows, or is read by one."""
-        results = self.equations[i].node.outputs
-        readers = (u for v in results for u in self.users.get(v, ()))
-        return any(self.equations[u].sums_rows for u in (i, *readers))
+    def _summed(self) -> set[int]:
+        """Equations that are sums over rows, or are read by one."""
+        sums = [i for i, e in enumerate(self.equations) if e.sums_rows]
+        return {*sums, *(n for i in sums for n in self._needs(i))}
 
     def unite(self, members: int) -> None:
         """Makes equations one call: what comes before one of them comes before all."""
@@ -268,6 +270,8 @@ class Graph:
 
 def bits(number: int) -> list[int]:
     """The numbers of the bits that are set."""
+    if number.bit_count() == 1:
+        return [number.bit_length() - 1]
     words = np.frombuffer(number.to_bytes(number.bit_length() // 8 + 1, "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
 

@@ -31,7 +31,7 @@ class Region:
       program: the closed jaxpr from inputs to results.
       bytes: that it reads and writes.
       before: bytes that XLA moves for the same.
-      stops: what ended it, and where.
+      ends: equations that ended it.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Region:
     program: Any = None
     bytes: int = 0
     before: int = 0
-    stops: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -83,8 +83,8 @@ class Finder:
             return
         # What rows cannot have together shows in the whole program alone. Less is tried then.
         for without in _ATTEMPTS:
-            members, stops = self._grow(seed, reduction, without)
-            region = Region(reduction.shape, reduction.columns, bits(members), stops=stops)
+            members, ends = self._grow(seed, reduction, without)
+            region = Region(reduction.shape, reduction.columns, bits(members), ends=ends)
             self._connect([region])
             reason = self._refusal(region)
             if not reason or without == _ATTEMPTS[-1]:
@@ -96,11 +96,13 @@ class Finder:
                     self.regions.append(region)
                 return
 
-    def _grow(self, seed: int, reduction: Reduction, without: str) -> tuple[int, tuple[str, ...]]:
-        """The members of a region as bits, and what stopped it."""
+    def _grow(self, seed: int, reduction: Reduction, without: str) -> tuple[int, tuple[int, ...]]:
+        """The members of a region as bits, and the equations that ended it."""
         graph = self.graph
         members, before, after = 1 << seed, graph.before[seed], graph.after[seed]
-        stops: dict[int, str] = {}
+        stops: dict[
+            int, int
+        ] = {}  # a neighbour, and the equation for which it is none of the region
         border = [seed]  # members that may have neighbours which are none
         grown = True
         while grown:
@@ -116,7 +118,7 @@ class Finder:
                 )
                 blocking = next(blocks, None)
                 if blocking is not None:
-                    stops[i] = self._stop(blocking)
+                    stops[i] = blocking
                     continue
                 for k in bits(added):
                     before |= graph.before[k]
@@ -129,13 +131,17 @@ class Finder:
                 for m in sorted((*border, *new))
                 if not all(members >> n & 1 for n in graph.neighbours(m))
             ]
-        found = dict.fromkeys(s for i, s in stops.items() if not members >> i & 1)
-        return self._trimmed(members, seed), tuple(found)[:STOPS]
+        ends = dict.fromkeys(k for i, k in stops.items() if not members >> i & 1)
+        return self._trimmed(members, seed), tuple(ends)
 
-    def _stop(self, i) -> str:
-        eqn = self.graph.equations[i].node.eqn
-        line = source_line(eqn)
-        return f"{eqn.primitive.name}{f' ({line})' if line else ''}"
+    def stops(self, region: Region) -> tuple[str, ...]:
+        """What ended a region, and where."""
+        found: dict[str, None] = {}
+        for i in region.ends:
+            eqn = self.graph.equations[i].node.eqn
+            line = source_line(eqn)
+            found[f"{eqn.primitive.name}{f' ({line})' if line else ''}"] = None
+        return tuple(found)[:STOPS]
 
     def _fits(self, i: int, members: int, reduction: Reduction, without: str) -> bool:
         """Whether an equation is one of a region's rows."""

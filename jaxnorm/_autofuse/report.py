@@ -171,7 +171,7 @@ def _row_programs(grown: Grown, place: tuple[str, ...]) -> Iterator[RowProgram]:
             item.before,
             "no" if text else verdict,
             text,
-            item.stops,
+            finder.stops(item),
             place,
         )
 

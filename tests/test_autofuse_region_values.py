@@ -259,6 +259,7 @@ def haiku():
 
 def equinox():
     eqx = pytest.importorskip("equinox")
+
     class Network(eqx.Module):
         norm: eqx.nn.LayerNorm
         linear: eqx.nn.Linear

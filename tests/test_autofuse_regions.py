@@ -16,6 +16,7 @@ from autofuse_row_programs import (  # noqa: F401
     A,
     B,
     S,
+    W,
     assert_same,
     defaults,
     found,
@@ -436,3 +437,23 @@ def test_time(gradient, limit):
     programs = Grown(rewrite(closed)).finder.regions
     assert time.process_time() - traced < limit * (traced - start)
     assert len(programs) >= 47
+
+
+def test_masks_between_kernels_are_bits():
+    """Forward hands dropout's mask to backward as eight booleans to a byte; values and gradients are the plain ones."""
+
+    def step(w, x, key):
+        def loss(w):
+            keep = jax.random.bernoulli(key, 0.8, x.shape)
+            y = x + jnp.where(keep, (x @ w) / 0.8, 0)
+            return jnp.sum(jnp.square(layer_norm(y, S, B) @ w))
+
+        return jax.value_and_grad(loss)(w)
+
+    args = W, jnp.tile(A, (1, 2, 1)), jax.random.key(1)
+    closed = jax.make_jaxpr(grown(step))(*args)
+    kernels = [e for e in closed.jaxpr.eqns if e.primitive.name == PROGRAM]
+    handed = [v.aval for e in kernels[:1] for v in e.outvars if v.aval.dtype == jnp.uint8]
+    assert [a.shape for a in handed] == [(6, 8, 2)]
+    assert not any(v.aval.dtype == bool for e in kernels for v in (*e.invars, *e.outvars))
+    assert_close(grown(step)(*args), step(*args), 2e-5)

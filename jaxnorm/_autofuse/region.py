@@ -28,6 +28,7 @@ class Region:
       nodes: its equations, in order.
       again: equations of earlier regions that it computes once more.
       inputs, results: values.
+      packed: those of them that are booleans, eight to a byte.
       program: the closed jaxpr from inputs to results.
       bytes: that it reads and writes.
       before: bytes that XLA moves for the same.
@@ -40,6 +41,7 @@ class Region:
     again: list[int] = dataclasses.field(default_factory=list)
     inputs: list[int] = dataclasses.field(default_factory=list)
     results: list[int] = dataclasses.field(default_factory=list)
+    packed: frozenset[int] = frozenset()
     program: Any = None
     bytes: int = 0
     before: int = 0
@@ -76,11 +78,11 @@ def program_of(graph: Graph, region: Region):
 
 def _with_key_data(flat: Flat, region: Region):
     """The region's program, of the data of random keys."""
-    program, none = flat.program(region.inputs, region.results)
+    program, none = flat.program(region.inputs, region.results, region.packed)
     assert not none
-    avals = [flat.avals[v] for v in region.inputs]
-    if not any(map(is_key, avals)):
+    if not any(is_key(flat.avals[v]) for v in region.inputs):
         return program
+    avals = program.in_avals
     arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) if is_key(a) else None for a in avals]
     kinds = [None if a is None else kind_of(a) for a in arrays]
 
@@ -114,6 +116,7 @@ def _key(graph: Graph, region: Region):
         tuple(map(graph.aval, region.inputs)),
         tuple(lines),
         tuple(numbers[v] for v in region.results),
+        tuple(v in region.packed for v in (*region.inputs, *region.results)),
         trace_context(),
     )
     hash(key)

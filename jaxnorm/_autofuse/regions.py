@@ -318,7 +318,7 @@ class Finder:
                 region.again = []
                 self._connect(found)
                 reason = self._refusal(region)
-            region.bytes = sum(map(self._nbytes, (*region.inputs, *region.results)))
+            region.bytes = self._moved(region)
             region.before = self._bytes_of_xla(region)
             if not reason and region.before == region.bytes and not self._reduces(region):
                 reason = "XLA reads as little"
@@ -331,8 +331,39 @@ class Finder:
         # What a region that is left made for others, it makes still; what another was to compute again, it may need.
         self._connect(self.regions)
         self._leave_to_xla()
+        self._pack()
         for region in self.regions:
             region.program = program_of(self.graph, region)
+            region.bytes = self._moved(region)
+
+    def _pack(self) -> None:
+        """Eight booleans to a byte, where kernels alone hand them on."""
+        graph = self.graph
+        kernels = [r for r in self.regions if r.gains]
+        readers: dict[int, list[Region]] = {}
+        for region in self.regions:
+            for v in region.inputs:
+                readers.setdefault(v, []).append(region)
+
+        def is_packed(v, region):
+            aval = graph.aval(v)
+            among_kernels = all(r in kernels for r in readers.get(v, ()))
+            alone = v not in graph.results and self.plain.isdisjoint(graph.users[v])
+            return aval.dtype == bool and among_kernels and alone and self._is_whole(v, region)
+
+        packed = frozenset(v for r in kernels for v in r.results if is_packed(v, r))
+        for region in kernels:
+            region.packed = packed.intersection((*region.inputs, *region.results))
+        if any(self._refusal(r) for r in kernels if r.packed):
+            for region in kernels:
+                region.packed = frozenset()
+
+    def _moved(self, region: Region) -> int:
+        """Bytes that a region's kernel reads and writes."""
+        values = (*region.inputs, *region.results)
+        return sum(
+            -(-self._nbytes(v) // 8) if v in region.packed else self._nbytes(v) for v in values
+        )
 
     def _leave_to_xla(self) -> None:
         """Lets XLA compute what only elementwise code reads, where it reads fewer bytes for that."""

@@ -457,3 +457,41 @@ def test_masks_between_kernels_are_bits():
     assert [a.shape for a in handed] == [(6, 8, 2)]
     assert not any(v.aval.dtype == bool for e in kernels for v in (*e.invars, *e.outvars))
     assert_close(grown(step)(*args), step(*args), 2e-5)
+
+
+def test_dropout_without_a_reduction():
+    """A kernel draws the bits once, and backward, which sums over rows, reads one bit of each element."""
+
+    def function(x, w, bias, key):
+        h = jax.nn.gelu(x @ w + bias)
+        return jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h / 0.8, 0) @ w
+
+    def loss(f):
+        return lambda *args: jnp.sum(jnp.square(f(*args)))
+
+    x, bias, key = of(512, 512), of(512), jax.eval_shape(lambda: jax.random.key(0))
+    step = jax.value_and_grad(loss(function), (0, 1, 2))
+    forward, backward = kernels(step, x, x, bias, key)
+    assert forward.bytes == 2 * nbytes(x) + nbytes(bias) + x.size // 8
+    assert backward.bytes == 3 * nbytes(x) + 2 * nbytes(bias) + x.size // 8
+    (alone,) = found(function, x, x, bias, key)
+    assert (alone.replaced, alone.bytes) == (
+        "where it is differentiated",
+        2 * nbytes(x) + nbytes(bias),
+    )
+    args = jnp.tile(A, (1, 2, 1)), W, B, jax.random.key(1)
+    expected = step(*args)
+    assert_close(grown(step)(*args), expected, 2e-5)
+    assert_close(jax.value_and_grad(loss(grown(function)), (0, 1, 2))(*args), expected, 2e-5)
+
+
+def test_residuals_of_plain_backward_code():
+    """Backward that sums over no rows is elementwise code: XLA computes for it again what forward could keep."""
+
+    def function(x, w, key):
+        h = jax.nn.gelu(x @ w)
+        return jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h / 0.8, 0) @ w
+
+    x, key = of(512, 512), jax.eval_shape(lambda: jax.random.key(0))
+    (program,) = found(jax.grad(lambda *args: jnp.sum(jnp.square(function(*args)))), x, x, key)
+    assert program.bytes == 2 * nbytes(x) + x.size  # the mask

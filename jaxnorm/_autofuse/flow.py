@@ -138,14 +138,12 @@ def _is_plain(aval) -> bool:
     )
 
 
-def _joined(equation) -> Reduction | None:
-    """The rows of pieces that an equation joins, computed before at some cost: XLA writes the pieces first."""
+def _joins(equation) -> bool:
+    """Whether an operation joins a few pieces of rows."""
     if equation.primitive != "concatenate":
-        return None
-    shape = equation.outputs[0].aval.shape
-    if equation.params["dimension"] != len(shape) - 1 or len(equation.inputs) > PIECES:
-        return None
-    return Reduction(tuple(n for n in shape[:-1] if n != 1), shape[-1], True)
+        return False
+    last = len(equation.outputs[0].aval.shape) - 1
+    return equation.params["dimension"] == last and len(equation.inputs) <= PIECES
 
 
 class Equation:
@@ -157,7 +155,8 @@ class Equation:
       operations: its own, or those of what it calls; none where rows do not have them.
       names: of the operations.
       reductions: those of them that reduce.
-      joined: the rows that it joins of pieces, or None.
+      joins: whether it joins a few pieces of rows. XLA writes what costs something to compute before it joins it.
+      draws: whether it draws random bits, of which a mask is made that backward needs, too.
       depth: how many reductions along rows follow one another.
     """
 
@@ -171,7 +170,8 @@ class Equation:
         self.operations = _inner(node.eqn) if plain and node.outputs else []
         self.names = {e.primitive for e in self.operations}
         self.reductions = []
-        self.joined = _joined(self.operations[0]) if len(self.operations) == 1 else None
+        self.joins = len(self.operations) == 1 and _joins(self.operations[0])
+        self.draws = "random_bits" in self.names
         self.depth = 0
         level: dict = {}
         for e in self.operations:
@@ -184,6 +184,12 @@ class Equation:
             self.depth = max(self.depth, at)
         if any(r.columns == 0 for r in self.reductions):
             self.operations = []
+
+    @property
+    def rows(self) -> Reduction:
+        """The rows of its result."""
+        shape = self.operations[-1].outputs[0].aval.shape
+        return Reduction(tuple(n for n in shape[:-1] if n != 1), shape[-1] if shape else 1, True)
 
     @property
     def known(self) -> bool:

@@ -11,7 +11,7 @@ Equal equations are one, and dead ones are gone, before regions are looked for.
 
 import collections
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -63,6 +63,7 @@ class Finder:
         self.flat, self.graph = flat, Graph(flat)
         self.regions: list[Region] = []
         self.left: list[tuple[Region, str]] = []
+        self.plain: set[int] = set()
         self._taken = 0
         for i, rows in self._seeds():
             if not self._taken >> i & 1:
@@ -71,12 +72,13 @@ class Finder:
         self._decide()
 
     def _seeds(self) -> Iterator[tuple[int, Reduction]]:
-        """Reductions along rows first: they may take sums over rows with them, and pieces that are joined."""
+        """Reductions along rows first: they may take sums over rows, joined pieces and random bits with them."""
         known = [(i, e) for i, e in enumerate(self.graph.equations) if e.known]
         for along_row in (True, False):
             for i, equation in known:
                 yield from ((i, r) for r in equation.reductions[:1] if r.along_row == along_row)
-        yield from ((i, e.joined) for i, e in known if e.joined is not None)
+        yield from ((i, e.rows) for i, e in known if e.joins)
+        yield from ((i, e.rows) for i, e in known if e.draws)
 
     def _start(self, seed: int, reduction: Reduction) -> None:
         if reduction.columns < LEAST_COLUMNS or reduction.rows < 2:
@@ -311,6 +313,7 @@ class Finder:
 
     def _decide(self) -> None:
         found = [region for region in self.regions if region.results]
+        bits_at_best = self._masks(found)
         self.regions = []
         for region in found:
             reason = self._refusal(region)
@@ -318,9 +321,9 @@ class Finder:
                 region.again = []
                 self._connect(found)
                 reason = self._refusal(region)
-            region.bytes = self._moved(region)
+            region.bytes = self._moved(region, bits_at_best)
             region.before = self._bytes_of_xla(region)
-            if not reason and region.before == region.bytes and not self._reduces(region):
+            if not reason and region.before == region.bytes and not self._keeps_less(region):
                 reason = "XLA reads as little"
             if not reason and region.bytes < LEAST_BYTES:
                 reason = f"it moves {region.bytes:,} bytes; its kernel would take longer to launch"
@@ -334,36 +337,39 @@ class Finder:
         self._pack()
         for region in self.regions:
             region.program = program_of(self.graph, region)
-            region.bytes = self._moved(region)
+            region.bytes = self._moved(region, region.packed)
 
     def _pack(self) -> None:
         """Eight booleans to a byte, where kernels alone hand them on."""
-        graph = self.graph
         kernels = [r for r in self.regions if r.gains]
-        readers: dict[int, list[Region]] = {}
-        for region in self.regions:
-            for v in region.inputs:
-                readers.setdefault(v, []).append(region)
-
-        def is_packed(v, region):
-            aval = graph.aval(v)
-            among_kernels = all(r in kernels for r in readers.get(v, ()))
-            alone = v not in graph.results and self.plain.isdisjoint(graph.users[v])
-            return aval.dtype == bool and among_kernels and alone and self._is_whole(v, region)
-
-        packed = frozenset(v for r in kernels for v in r.results if is_packed(v, r))
+        packed = self._masks(kernels)
         for region in kernels:
             region.packed = packed.intersection((*region.inputs, *region.results))
         if any(self._refusal(r) for r in kernels if r.packed):
             for region in kernels:
                 region.packed = frozenset()
 
-    def _moved(self, region: Region) -> int:
-        """Bytes that a region's kernel reads and writes."""
-        values = (*region.inputs, *region.results)
-        return sum(
-            -(-self._nbytes(v) // 8) if v in region.packed else self._nbytes(v) for v in values
+    def _masks(self, kernels: list[Region]) -> frozenset[int]:
+        """Booleans of all elements that some kernels make, and that nothing but these kernels reads."""
+        graph = self.graph
+        members = {i for r in kernels for i in r.nodes}
+        others = {v for r in self.regions if r not in kernels for v in r.inputs}
+        return frozenset(
+            v
+            for r in kernels
+            for v in r.results
+            if graph.aval(v).dtype == bool
+            and self._is_whole(v, r)
+            and v not in graph.results
+            and v not in others
+            and members.issuperset(graph.users[v])
+            and self.plain.isdisjoint(graph.users[v])
         )
+
+    def _moved(self, region: Region, packed: Collection[int]) -> int:
+        """Bytes that a region's kernel reads and writes, if some booleans are bits."""
+        values = (*region.inputs, *region.results)
+        return sum(-(-self._nbytes(v) // 8) if v in packed else self._nbytes(v) for v in values)
 
     def _leave_to_xla(self) -> None:
         """Lets XLA compute what only elementwise code reads, where it reads fewer bytes for that."""
@@ -382,36 +388,48 @@ class Finder:
 
             left = list(filter(is_left, region.results))
             there = {*region.inputs, *(v for v in region.results if v not in left)}
-            again: set[int] = set()
-            front = list(left)
-            while front:
-                i = graph.producer.get(front.pop())
-                if i is None or i in again:
-                    continue
-                again.add(i)
-                front += [
-                    v
-                    for v in graph.equations[i].reads
-                    if v not in there and size(graph.aval(v)) > region.rows
-                ]
+            cones = {v: self._cone_of_region(v, region, there) for v in left}
+            left = [v for v in left if cones[v]]
+            again = set().union(*cones.values())
             equations = [graph.equations[i] for i in again]
             made = {v for e in equations for v in e.node.outputs}
             needed = {v for e in equations for v in e.reads if v not in made}
             whole = sum(self._nbytes(v) for v in needed if self._is_whole(v, region))
-            costly = any(e.depth or e.sums_rows or e.names & _COSTLY for e in equations)
-            if left and not costly and again <= apart and whole < 2 * sum(map(self._nbytes, left)):
+            if left and whole < 2 * sum(map(self._nbytes, left)):
                 self.plain |= again
-                kept = needed | set(there)
+                kept = {*needed, *region.results} - set(left)
                 region.results = [
                     v for i in region.nodes for v in graph.equations[i].node.outputs if v in kept
                 ]
+
+    def _cone_of_region(self, value: int, region: Region, there: set[int]) -> set[int]:
+        """The equations of a region that compute a value from what is in memory, and from numbers of rows.
+
+        None of them if one is no elementwise code, or costs too much to be computed twice.
+        """
+        graph, again, front = self.graph, set(), [value]
+        while front:
+            i = graph.producer[front.pop()]
+            if i in again:
+                continue
+            equation = graph.equations[i]
+            costly = equation.depth or equation.sums_rows or equation.names & _COSTLY
+            if costly or i not in region.nodes:
+                return set()
+            again.add(i)
+            front += [
+                v for v in equation.reads if v not in there and size(graph.aval(v)) > region.rows
+            ]
+        return again
 
     def _is_call(self, region: Region) -> bool:
         """Whether it is one call, as of an operation of jaxnorm's, which has a kernel."""
         return len(self.graph.equations[region.nodes[0]].operations) > 1
 
-    def _reduces(self, region: Region) -> bool:
-        return any(self.graph.equations[i].depth for i in region.nodes)
+    def _keeps_less(self, region: Region) -> bool:
+        """Whether the derivative of a region may keep or read less than that of its equations."""
+        equations = (self.graph.equations[i] for i in region.nodes)
+        return any(e.depth or e.draws for e in equations)
 
     def _nbytes(self, value) -> int:
         return nbytes(self.graph.aval(value))
@@ -440,7 +458,7 @@ class Finder:
                 passes[at, True] |= read
             for step in range(equation.depth):
                 passes[at + step, False] |= read
-            if equation.joined is not None and costly & set(equation.reads):
+            if equation.joins and costly & set(equation.reads):
                 pieces += sum(self._nbytes(v) for v in equation.reads if v not in inputs)
             at += equation.depth
             if equation.names & _EXPENSIVE or costly & set(equation.reads):

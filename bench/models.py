@@ -93,6 +93,17 @@ def _dense(key, rows, columns):
     return jax.random.normal(key, (rows, columns), jnp.float32) * rows**-0.5
 
 
+def _of_patches(key, block: Callable, layers: int, widths: tuple[int, int, int]) -> dict:
+    """Parameters of blocks between two products; `widths` are of what comes in, of the blocks, of the result."""
+    keys = jax.random.split(key, layers + 2)
+    channels, width, results = widths
+    return {
+        "patch": _dense(keys[0], channels, width),
+        "blocks": [block(k) for k in keys[2:]],
+        "head": _dense(keys[1], width, results),
+    }
+
+
 def _attention(q, k, v, causal):
     """Of [batch, tokens, heads, width], by cuDNN where that is there."""
     on_gpu = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
@@ -161,12 +172,7 @@ def dit_parameters(key, *, layers, width, heads, channels) -> Parameters:
             "down_bias": jnp.zeros(width),
         }
 
-    keys = jax.random.split(key, layers + 2)
-    return {
-        "patch": _dense(keys[0], channels, width),
-        "blocks": [block(k) for k in keys[2:]],
-        "head": _dense(keys[1], width, channels),
-    }
+    return _of_patches(key, block, layers, (channels, width, channels))
 
 
 def dit_loss(params, patches, condition, noise, *, heads, dtype=jnp.bfloat16, fused=identity):
@@ -216,13 +222,8 @@ def vit_parameters(key, *, layers, width, heads, channels, classes) -> Parameter
             "down_bias": jnp.zeros(width),
         }
 
-    keys = jax.random.split(key, layers + 2)
-    return {
-        "patch": _dense(keys[0], channels, width),
-        "blocks": [block(k) for k in keys[2:]],
-        "norm1": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
-        "head": _dense(keys[1], width, classes),
-    }
+    norm = {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+    return _of_patches(key, block, layers, (channels, width, classes)) | {"norm1": norm}
 
 
 def vit_loss(params, patches, labels, key, *, heads, dtype=jnp.bfloat16, fused=identity):
@@ -262,12 +263,7 @@ def mamba_parameters(key, *, layers, width, channels) -> Parameters:
             "out": _dense(k[1], 2 * width, width),
         }
 
-    keys = jax.random.split(key, layers + 2)
-    return {
-        "patch": _dense(keys[0], channels, width),
-        "blocks": [block(k) for k in keys[2:]],
-        "head": _dense(keys[1], width, channels),
-    }
+    return _of_patches(key, block, layers, (channels, width, channels))
 
 
 def mamba_loss(params, sequence, target, *, dtype=jnp.bfloat16, fused=identity):

@@ -818,7 +818,7 @@ def test_compute_sanitizer(tool):
         # Blocks that share rows look for tags in whatever the memory holds.
         "initcheck": shared,
         # A warp reads a stage's results, and its first lane arrives for the warp at the barrier before the stage is
-        # used again. The tool orders the reads of a thread that arrives, not those of the other lanes.
+        # used again. The tool orders the reads of the lane that arrives, and not the reads of the warp's other lanes.
         "racecheck": shared[2:],
     }.get(tool, [])
     leave_out = [f"-{name}" for name in without]

@@ -11,5 +11,6 @@ regions    where row programs are; what they and XLA move
 region     a row program's equations, inputs and results
 grown      the program with its regions as row programs
 bodies     programs inside of equations: loops, branches, shard_map
+order      an order in which a program can run
 report     what `explain` returns
 """

@@ -1,7 +1,6 @@
 """The program with its regions as row programs."""
 
 import functools
-import heapq
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxnorm._autofuse.bodies import Place, bodies_of, made_inside, run_with_bodies
+from jaxnorm._autofuse.order import in_order
 from jaxnorm._autofuse.program import LEFT_NAME
 from jaxnorm._autofuse.region import Region
 from jaxnorm._autofuse.regions import Finder
@@ -140,28 +140,14 @@ def _order(finder: Finder) -> list:
         if isinstance(item, Region):
             made.update(dict.fromkeys(item.results, number))
     numbers = {i: number for number, (i, item) in enumerate(items) if not isinstance(item, Region)}
-    waiting: list[set[int]] = []
-    for i, item in items:
+    needs: dict[int, set[int]] = {}
+    for number, (i, item) in enumerate(items):
         region = isinstance(item, Region)
-        needs = {
-            made[v] for v in (item.inputs if region else graph.equations[i].reads) if v in made
-        }
+        reads = item.inputs if region else graph.equations[i].reads
+        needs[number] = {made[v] for v in reads if v in made}
         if not region:  # an effect before this one
-            needs |= {numbers[n] for n in graph.needs[i] if graph.equations[n].node.eqn.effects}
-        waiting.append(needs)
-    users: dict[int, list[int]] = {}
-    for number, needs in enumerate(waiting):
-        for n in needs:
-            users.setdefault(n, []).append(number)
-    ready = [number for number, needs in enumerate(waiting) if not needs]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        number = heapq.heappop(ready)
-        order.append(items[number][1])
-        for user in users.get(number, ()):
-            waiting[user].discard(number)
-            if not waiting[user]:
-                heapq.heappush(ready, user)
+            effects = (n for n in graph.needs[i] if graph.equations[n].node.eqn.effects)
+            needs[number].update(numbers[n] for n in effects)
+    order = in_order(needs, lambda number: number)
     assert len(order) == len(items)
-    return order
+    return [items[number][1] for number in order]

@@ -6,7 +6,6 @@ operation returns that too.
 """
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from jaxnorm import _check
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.algebra import Mismatch
 from jaxnorm._autofuse.match import Left, Match
+from jaxnorm._autofuse.order import in_order
 from jaxnorm._autofuse.program import Equation, Level, Program, Value
 from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconverted, unwidened
 from jaxnorm._ops import OPERATIONS
@@ -323,22 +323,10 @@ def schedule(level: Level, replacements: list[Replacement]) -> list | None:
         if id(item) not in live:
             live[id(item)] = item
             front += needs(item)
-    waiting = {key: {id(n) for n in needs(item)} for key, item in live.items()}
-    users: dict[int, list[int]] = {}
-    for key, needed in waiting.items():
-        for n in needed:
-            users.setdefault(n, []).append(key)
-    ready = [(position[key], key) for key, needed in waiting.items() if not needed]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, key = heapq.heappop(ready)
-        order.append(live[key])
-        for user in users.get(key, ()):
-            waiting[user].discard(key)
-            if not waiting[user]:
-                heapq.heappush(ready, (position[user], user))
-    return order if len(order) == len(live) else None
+    order = in_order(
+        {key: {id(n) for n in needs(item)} for key, item in live.items()}, position.__getitem__
+    )
+    return [live[key] for key in order] if len(order) == len(live) else None
 
 
 def _reads(item) -> list:

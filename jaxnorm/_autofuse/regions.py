@@ -102,9 +102,8 @@ class Finder:
         """The members of a region as bits, and the equations that ended it."""
         graph = self.graph
         members, before, after = 1 << seed, graph.before[seed], graph.after[seed]
-        stops: dict[
-            int, int
-        ] = {}  # a neighbour, and the equation for which it is none of the region
+        # A neighbour that stays outside, and the equation for which it does.
+        stops: dict[int, int] = {}
         border = [seed]  # members that may have neighbours which are none
         grown = True
         while grown:

@@ -1,4 +1,4 @@
-// How threads hand values to each other. NVRTC compiles this text behind that of machine.cuh. tests/cuda_on_cpu.h offers
+// How threads hand values to each other. NVRTC compiles this file behind machine.cuh. tests/cuda_on_cpu.h offers
 // the same functions to a C++ compiler.
 //
 //            put                     begin            end

@@ -104,3 +104,37 @@ def test_cases(name, direction, schedule_name):
     for got, want in zip(found, exact, strict=True):
         limit = 5e-2 if got.dtype.itemsize == 1 else TOLERANCE[dtype]
         assert error(got, want) < limit
+
+
+def sums(x):
+    return x.sum(1), (x * x).sum(1)
+
+
+def repeated(x, c):
+    """A sum over rows and columns, in each column."""
+    return jnp.broadcast_to(x.sum((1, 2))[:, None], c.shape)
+
+
+JOINED = {
+    "zeros": lambda x, c: [jnp.zeros_like(c), sums(x)[0], jnp.zeros_like(c), sums(x)[1]],
+    "an operand": lambda x, c: [c, *sums(x)],
+    "what columns share": lambda x, c: [sums(x)[0], repeated(x, c)],
+    "a product with it": lambda x, c: [sums(x)[0] * repeated(x, c), sums(x)[1] + c],
+}
+
+
+@pytest.mark.parametrize("parts", JOINED)
+@pytest.mark.parametrize("options", [{}, SCHEDULES["cluster of long rows"]], ids=["", "cluster"])
+def test_joined_sums(parts, options):
+    """Sums over rows beside what is none, in one result."""
+
+    def function(x, c):
+        return x * 2, jnp.concatenate(JOINED[parts](x, c), -1)
+
+    random = np.random.default_rng(0)
+    width = 1024 if options else 40
+    arrays = [random.normal(size=shape).astype("float32") for shape in ((3, 7, width), (3, width))]
+    closed = jax.make_jaxpr(function)(*arrays)
+    found = emulated(closed, arrays, schedule(simplified(closed), H100, **options))
+    for got, want in zip(found, jax.jit(function)(*map(wide, arrays)), strict=True):
+        assert error(got, want) < 1e-5

@@ -179,11 +179,7 @@ class Finish:
     def _panel(self, o, panel, root):
         w, e, width = self.w, self.e, self.program.width
         sums = [n for n in nodes_behind_sums(root) if n.op == "row_sum"]
-        scalar = all(n.attr[1] for n in sums)
-        if not scalar and any(n.attr[1] for n in sums):
-            raise NotARowProgram(
-                f"result {o.number}", "mixes a sum over rows with one over rows and columns"
-            )
+        scalar = o.layout.columns is None
         across = 32 if scalar else self.columns
         w(f"const int x = thread % {across}, y = thread / {across}, shares = threads / {across};")
         w(f"const int column = blockIdx.x * {across} + x;")
@@ -232,23 +228,24 @@ class Finish:
     def _add_up(self, n, scalar, across):
         w, t, this = self.w, c_type(n.dtype), f"row_sum_{n.number}"
         cluster = self.plan.cluster
+        count = f"together * {cluster}" if n.attr[1] and cluster > 1 else "together"
         w(f"{t} {this} = 0;")
         with w.block("if (active)"):
             if scalar:
-                count = f"together * {cluster}" if cluster > 1 else "together"
                 w(
                     f"for (int q = thread; q < {count}; q += threads) {this} += sums{n.number}[(u64)own * {count} + q];"
                 )
             else:
-                each, width = f"UNROLL for (int i = 0; i < {FINISH_LOADS}; ++i)", self.program.width
+                each = f"UNROLL for (int i = 0; i < {FINISH_LOADS}; ++i)"
+                width, column = (1, "0") if n.attr[1] else (self.program.width, "column")
                 w(
-                    f"const {t}* from = sums{n.number} + ((u64)own * together + y) * {width} + column;"
+                    f"const {t}* from = sums{n.number} + ((u64)own * {count} + y) * {width} + {column};"
                 )
                 w(f"const int step = shares * {width};")
                 turn = f"q += {FINISH_LOADS} * shares, from += {FINISH_LOADS} * step"
-                with w.block(f"for (int q = y; q < together; {turn})"):
+                with w.block(f"for (int q = y; q < {count}; {turn})"):
                     w(f"{t} some[{FINISH_LOADS}];")
-                    w(f"{each} some[i] = q + i * shares < together ? from[i * step] : 0;")
+                    w(f"{each} some[i] = q + i * shares < {count} ? from[i * step] : 0;")
                     w(f"{each} {this} += some[i];")
         with w.block():
             w(f"{t}* const parts = ({t}*)memory;")

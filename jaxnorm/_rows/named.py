@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh
 
@@ -40,8 +41,12 @@ def row_plan(formula: Callable, skipped: tuple[int, ...] = ()) -> Callable[..., 
 def _planned(operation, formula, kinds, params, device, _) -> RowCall | None:
     if any(n == 0 for shape, _ in kinds for n in shape if isinstance(n, int)):
         return None
-    # Each device computes its own block, wherever the call was traced.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    wide = any(jnp.dtype(dtype).itemsize == 8 for _, dtype in kinds)
+    # Each device computes its own block, wherever the call was traced; 64 bits may have been allowed there alone.
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        jax.enable_x64(wide or jax.config.jax_enable_x64),
+    ):
         closed, constants = closed_of(
             functools.partial(formula, **dict(params)), [ShapedArray(*kind) for kind in kinds]
         )

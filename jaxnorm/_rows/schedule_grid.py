@@ -197,11 +197,14 @@ def _groups(rows, slots, line, multiprocessors) -> int:
 
 def sums_end_here(program, plan) -> bool:
     """Whether a block has all rows of its columns, and so computes the results of sums over rows by itself."""
-    if plan.grid != 1:
+    results = [o for o in program.outputs if o.after]
+    if plan.grid != 1 or any(o.layout.columns is None for o in results):
         return False
-    seen, stack = set(), [n for o in program.outputs if o.after for n in o.nodes]
+    seen, stack = set(), [n for o in results for n in o.nodes]
     while stack:
         node = stack.pop()
+        if node.op == "row_sum" and node.attr[1]:
+            return False
         if node.number in seen or node.op == "row_sum":
             continue
         seen.add(node.number)

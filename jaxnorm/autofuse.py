@@ -12,6 +12,7 @@ from jaxnorm import _lib
 from jaxnorm._autofuse.grown import Grown
 from jaxnorm._autofuse.report import Report, report
 from jaxnorm._autofuse.rewrite import Rewritten
+from jaxnorm._autofuse.statistics import has_batch_statistics
 from jaxnorm._primitive.programs import without_dead_code
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -27,22 +28,27 @@ class Autofused:
 
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
-        results = Rewritten(self._grown(closed)[0])(*arrays)
+        results = self._steps(closed)[-1](*arrays)
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
         return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])
 
     def explain(self, *args, **kwargs) -> Report:
         """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""
         closed, _, _ = _trace(self._fn, args, kwargs)
-        closed, grown = self._grown(closed)
-        return report(Rewritten(closed), grown)
+        return report(self._steps(closed))
 
-    def _grown(self, closed):
-        """(the program with row programs, what was found of them), where they are looked for."""
+    def _steps(self, closed) -> list[Rewritten | Grown]:
+        """What changes a program, step by step; the last one is the program that runs."""
         if not self._grows():
-            return closed, None
-        grown = Grown(closed)
-        return grown.traced(), grown
+            return [Rewritten(closed)]
+        steps: list[Rewritten | Grown] = []
+        # A region that took a part of a batch norm would leave none to be found.
+        if has_batch_statistics(closed):
+            steps.append(Rewritten(closed, _is_across_rows))
+            closed = steps[-1].traced()
+        steps.append(Grown(closed))
+        steps.append(Rewritten(steps[-1].traced(), lambda name: not _is_across_rows(name)))
+        return steps
 
     def _grows(self) -> bool:
         """Whether row programs are looked for: only GPUs have kernels for them."""
@@ -126,6 +132,11 @@ def _trace(fn: Callable, args, kwargs):
         )
 
     return closed, arrays, restore
+
+
+def _is_across_rows(operation: str) -> bool:
+    """Whether an operation is no row program."""
+    return operation == "batch_norm"
 
 
 def _is_array(leaf) -> bool:

@@ -34,7 +34,7 @@ from bench import models
 from jaxnorm import _lib
 from jaxnorm._autofuse import regions
 from jaxnorm._autofuse.grown import Grown
-from jaxnorm._autofuse.rewrite import rewrite
+from jaxnorm._autofuse.statistics import has_batch_statistics
 from jaxnorm.autofuse import Autofused
 
 ROWS, WIDTH = 256, 512
@@ -442,7 +442,7 @@ def test_time(gradient, limit):
     function = lambda v, x: weighted(network.apply(v, x))  # noqa: E731
     closed = jax.make_jaxpr(jax.value_and_grad(function) if gradient else function)(variables, A)
     traced = time.process_time()
-    programs = Grown(rewrite(closed)).finder.regions
+    programs = Grown(closed).finder.regions
     assert time.process_time() - traced < limit * (traced - start)
     assert len(programs) >= 47
 
@@ -503,3 +503,56 @@ def test_residuals_of_plain_backward_code():
     x, key = of(512, 512), jax.eval_shape(lambda: jax.random.key(0))
     (program,) = found(jax.grad(lambda *args: jnp.sum(jnp.square(function(*args)))), x, x, key)
     assert program.bytes == 2 * nbytes(x) + x.size  # the mask
+
+
+# ---- statistics of batches ----
+
+
+def batch_norm(x, scale, bias):
+    h = x.astype(jnp.float32)
+    mean = h.mean((0, 1))
+    variance = jnp.maximum((h * h).mean((0, 1)) - mean * mean, 0)
+    return ((h - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + bias).astype(x.dtype)
+
+
+def network(x, scale, bias):
+    y = jax.nn.relu(batch_norm(x, scale, bias))
+    return jnp.sum(jnp.square(jax.nn.softmax(y @ W)))
+
+
+def test_batch_norm_comes_before_regions():
+    calls = [
+        [c.call for c in jaxnorm.autofuse(network, platform=platform).explain(A, S, B).replaced]
+        for platform in ("gpu", "cpu")
+    ]
+    assert calls[0] == calls[1][:1]
+    assert "batch_norm" in calls[0][0]
+    assert "activation='relu'" in calls[0][0]
+    assert len(kernels(network, A, S, B)) == 1  # the softmax
+    assert_same(network, A, S, B)
+
+
+def test_statistics_of_batches_are_seen_quickly():
+    def adam(x, scale, bias):
+        gradient = jax.grad(lambda b: layer_norm(x, scale, b).sum())(bias)
+        return optax.adam(1e-3).update(gradient, optax.adam(1e-3).init(bias))
+
+    for function, expected in [
+        (network, True),
+        (jax.jit(network), True),
+        (jax.grad(network), True),
+        (lambda *args: jax.lax.scan(lambda c, _: (network(*args), c), 0.0, length=2), True),
+        (layer_norm, False),
+        (jax.grad(lambda *args: layer_norm(*args).sum(), 1), False),
+        (adam, False),
+    ]:
+        assert has_batch_statistics(jax.make_jaxpr(function)(A, S, B)) == expected
+
+
+def test_converted_operands_are_read_as_they_are():
+    """Backward needs a float32 copy of x: it reads x and converts it, and nobody writes the copy."""
+    x, of_columns = of(256, 32, 512, dtype=BF16), of(512)
+    gradient = jax.grad(lambda *args: jnp.sum(jnp.square(batch_norm(*args))), (0, 1, 2))
+    forward, backward = found(gradient, x, of_columns, of_columns)
+    assert forward.bytes == nbytes(x, of_columns, of_columns)
+    assert backward.bytes < 3.1 * nbytes(x)

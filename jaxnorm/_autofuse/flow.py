@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from jaxnorm._autofuse.program import is_left
 from jaxnorm._rows import equations
 from jaxnorm._rows.dimensions import check_label, cut_dimensions, looks_into_one
 from jaxnorm._rows.equations import NotARowProgram
@@ -63,7 +64,7 @@ class Reduction:
 def _inner(eqn) -> list:
     """The operations of an equation; none where one of them is not an operation of rows."""
     name = eqn.primitive.name
-    if eqn.effects or name.startswith(_OPAQUE) or name in ("checkpoint", "remat2"):
+    if eqn.effects or name.startswith(_OPAQUE) or name in ("checkpoint", "remat2") or is_left(eqn):
         return []
     if name in _LEFT or (name not in RULES and equations.body_of(eqn) is None):
         return []

@@ -9,7 +9,6 @@ from jax.extend.core import Literal
 
 from jaxnorm._autofuse.bodies import Place, bodies_of, made_inside, run_with_bodies
 from jaxnorm._autofuse.order import in_order
-from jaxnorm._autofuse.program import LEFT_NAME
 from jaxnorm._autofuse.region import Region
 from jaxnorm._autofuse.regions import Finder
 from jaxnorm._autofuse.rewrite import where_differentiated
@@ -89,7 +88,6 @@ def _run_region(finder: Finder, region: Region, operands) -> list:
     def original(*arrays):
         return run_program(region.program, *arrays)
 
-    original.__name__ = LEFT_NAME
     run = operation if region.gains else where_differentiated(operation, original)
     stopped = _stopped(finder, region)
     results = zip(region.results, run(*operands), strict=True)

@@ -62,7 +62,7 @@ class Replacement:
 
 
 class Plan:
-    """What is replaced in a program, and what is left.
+    """What is replaced in a program by operations with wanted names, and what is left.
 
     Attributes:
       program: the program.
@@ -70,8 +70,9 @@ class Plan:
       left: what is not replaced, with the equation that has the reason's core.
     """
 
-    def __init__(self, closed):
+    def __init__(self, closed, wanted: Callable[[str], bool]):
         self.program = Program(closed)
+        self._wanted = wanted
         self._find(checked=False)
         if not self._has_order():  # rare: each replacement is checked by itself then
             self._find(checked=True)
@@ -87,6 +88,8 @@ class Plan:
             if equation in taken:
                 continue
             for found in candidates:
+                if not self._wanted(found.operation):
+                    continue
                 if isinstance(found, Match):
                     try:
                         replacement = self._check(found)

@@ -29,10 +29,16 @@ from jaxnorm._autofuse.values import (
 from jaxnorm._primitive.programs import function_name, open_jaxpr
 
 _CUSTOM_JVP = "custom_jvp_call"
-# Calls of functions with this name are not opened: they are row programs where they are differentiated (grown.py).
-LEFT_NAME = "jaxnorm_row_program"
+# Functions with this name are jaxnorm's where they are differentiated, and not opened (`rewrite.where_differentiated`).
+LEFT_NAME = "jaxnorm_where_differentiated"
 # The parameter with the jaxpr.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", _CUSTOM_JVP: "call_jaxpr"}
+
+
+def is_left(eqn) -> bool:
+    """Whether an equation calls a function that is jaxnorm's where it is differentiated."""
+    body = CALLS.get(eqn.primitive.name)
+    return body is not None and function_name(eqn.params[body]) == LEFT_NAME
 
 
 @dataclasses.dataclass(eq=False)
@@ -162,7 +168,7 @@ class Program:
         for eqn in level.jaxpr.eqns:
             operands = [read(a) for a in eqn.invars]
             body = CALLS.get(eqn.primitive.name)
-            if body is None or function_name(eqn.params[body]) == LEFT_NAME:
+            if body is None or is_left(eqn):
                 results = self._equation(eqn, level, operands)
             else:
                 jaxpr, consts = open_jaxpr(eqn.params[body])

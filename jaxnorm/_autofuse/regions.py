@@ -245,8 +245,12 @@ class Finder:
         """Lets regions compute what earlier code would have to write for them."""
         readers = self._readers()
         for region in self.regions:
-            whole = [v for v in region.inputs if self._is_whole(v, region)]
-            for v in sorted(whole, key=lambda v: -self._nbytes(v)):
+            tried: set[int] = set()
+            while whole := [
+                v for v in region.inputs if v not in tried and self._is_whole(v, region)
+            ]:
+                v = max(whole, key=self._nbytes)
+                tried.add(v)
                 cone = self._cone(v, region, readers)
                 if not cone:
                     continue
@@ -258,8 +262,11 @@ class Finder:
                 )
                 others = any(r is not region for r in readers[v])
                 if v not in inputs and new < self._nbytes(v) * (1 if others else 2):
-                    region.again, region.inputs = sorted(again), inputs
                     readers[v].remove(region)
+                    for u in inputs:
+                        if u not in region.inputs:
+                            readers.setdefault(u, []).append(region)
+                    region.again, region.inputs = sorted(again), inputs
         self._connect(self.regions)
 
     def _readers(self) -> dict[int, list]:

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -138,15 +138,16 @@ class Report:
     __repr__ = __str__
 
 
-def report(rewritten: Rewritten, grown: Grown | None) -> Report:
-    """What was found.
-
-    Args:
-      rewritten: the program with operations replaced.
-      grown: the same with row programs; None where they are not looked for.
-    """
-    programs = () if grown is None else tuple(_row_programs(grown, ()))
-    return Report(tuple(_candidates(rewritten, ())), programs)
+def report(steps: Iterable[Rewritten | Grown]) -> Report:
+    """What was found in the steps that change a program."""
+    candidates: list[Candidate] = []
+    programs: list[RowProgram] = []
+    for step in steps:
+        if isinstance(step, Rewritten):
+            candidates += _candidates(step, ())
+        else:
+            programs += _row_programs(step, ())
+    return Report(tuple(candidates), tuple(programs))
 
 
 def _row_programs(grown: Grown, place: tuple[str, ...]) -> Iterator[RowProgram]:

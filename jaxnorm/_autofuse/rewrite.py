@@ -20,7 +20,7 @@ from jaxnorm._autofuse.plan import (
     original_function,
     schedule,
 )
-from jaxnorm._autofuse.program import CALLS, Equation, Level, Value
+from jaxnorm._autofuse.program import CALLS, LEFT_NAME, Equation, Level, Value
 from jaxnorm._autofuse.values import View
 from jaxnorm._primitive.avals import vary_as
 from jaxnorm._primitive.programs import open_jaxpr, run_equation, without_dead_code
@@ -29,18 +29,23 @@ from jaxnorm._primitive.programs import open_jaxpr, run_equation, without_dead_c
 class Rewritten:
     """A program with its replacements made, in the bodies of loops and branches too.
 
+    Args:
+      closed: the program.
+      wanted: whether an operation may replace code, by its name.
+
     Attributes:
       plan: what is replaced in the program itself.
       bodies: the same for each equation's bodies.
     """
 
-    def __init__(self, closed):
-        self.plan = Plan(closed)
+    def __init__(self, closed, wanted: Callable[[str], bool] = lambda _: True):
+        self._closed, self._wanted = closed, wanted
+        self.plan = Plan(closed, wanted)
         self.bodies: list[tuple[Equation, Rewritten]] = []
         self._inner: dict[int, dict[Place, Rewritten]] = {}
         for equation in self.plan.program.equations:
             for place, body in bodies_of(equation.eqn):
-                inner = Rewritten(body)
+                inner = Rewritten(body, wanted)
                 if inner.changes:
                     self._inner.setdefault(id(equation.eqn), {})[place] = inner
                 self.bodies.append((equation, inner))
@@ -54,6 +59,13 @@ class Rewritten:
     @property
     def changes(self) -> bool:
         return bool(self._changed)
+
+    def traced(self):
+        """The closed jaxpr, without dead code."""
+        if not self.changes:
+            return self._closed
+        avals = [v.aval for v in open_jaxpr(self._closed)[0].invars]
+        return without_dead_code(jax.make_jaxpr(self)(*avals))
 
     def __call__(self, *operands) -> list:
         return self._run(self.plan.program.root, operands)
@@ -89,7 +101,10 @@ class Rewritten:
 
             params = {**eqn.params, name: retraced(run, eqn.params[name])}
             return run_equation(eqn, operands, params)
-        return run_with_bodies(eqn, operands, self._inner.get(id(eqn), {}), rewrite)
+        return run_with_bodies(eqn, operands, self._inner.get(id(eqn), {}), self._rewritten)
+
+    def _rewritten(self, closed):
+        return Rewritten(closed, self._wanted).traced()
 
 
 def _replace(replacement: Replacement, read: Callable) -> dict:
@@ -119,7 +134,12 @@ def replaced_function(replacement: Replacement) -> Callable:
 
 def where_differentiated(operation: Callable, original: Callable) -> Callable:
     """`original`, and `operation` where JAX differentiates it."""
-    function = jax.custom_jvp(original)
+
+    def primal(*arrays):
+        return original(*arrays)
+
+    primal.__name__ = LEFT_NAME
+    function = jax.custom_jvp(primal)
 
     def rule(primals, tangents):
         present = [i for i, t in enumerate(tangents) if type(t) is not SymbolicZero]
@@ -200,9 +220,3 @@ def _to_view(array, dims, value: Value):
     if array.shape != view.shape:
         array = jax.lax.broadcast_in_dim(array, view.shape, present)
     return convert(array, value.aval.dtype, value.aval.weak_type)
-
-
-def rewrite(closed):
-    """The program with operations replaced and dead code removed."""
-    avals = [v.aval for v in open_jaxpr(closed)[0].invars]
-    return without_dead_code(jax.make_jaxpr(Rewritten(closed))(*avals))

@@ -505,6 +505,21 @@ def test_residuals_of_plain_backward_code():
     assert program.bytes == 2 * nbytes(x) + x.size  # the mask
 
 
+def test_pieces_that_products_read():
+    """XLA joins pieces once for each product."""
+
+    def loss(x, w):
+        q, k, v = jnp.split(x @ w, 3, -1)
+        return jnp.sum(jnp.cos(q @ w) + jnp.sin(k @ w) + jnp.exp(v @ w))
+
+    x, w = of(512, 512), of(512, 1536)
+    (program,) = kernels(jax.grad(loss, (0, 1)), x, w)
+    assert program.bytes == 2 * nbytes(of(512, 1536))
+    assert program.bytes_before == 2 * program.bytes
+    (program,) = found(jax.grad(loss), x, w)
+    assert program.kernel is None  # the product for x reads it alone
+
+
 # ---- statistics of batches ----
 
 

@@ -312,6 +312,11 @@ class Finder:
             front += equation.reads
         return cone
 
+    def _products(self, value: int) -> int:
+        """Matrix products that read a value."""
+        users = (self.graph.equations[u].node.eqn for u in self.graph.users[value])
+        return sum(eqn.primitive.name == "dot_general" for eqn in users)
+
     def _is_whole(self, value: int, region: Region) -> bool:
         return 8 * size(self.graph.aval(value)) >= region.rows * region.columns
 
@@ -446,7 +451,7 @@ class Finder:
         A fusion of XLA's ends at a reduction whose result is spread along the row again. What several fusions need is
         computed in each of them. One array of all elements that is read, one that is written, and a sum and an extreme
         value along rows between them are a single fusion if rows are short. Pieces of rows that cost something to
-        compute are written before they are joined.
+        compute are written before they are joined. What joins pieces alone is computed once for each product.
         """
         graph = self.graph
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
@@ -484,6 +489,9 @@ class Finder:
         together = alone and region.columns <= XLA_COLUMNS and sums <= 1 and read <= 1
         whole = [inputs] if together else passes.values()
         few = (v for v in region.inputs if v not in inputs)
+        if all(graph.equations[i].joins for i in region.nodes):
+            products = max(map(self._products, region.results))
+            pieces += max(0, products - 1) * sum(map(self._nbytes, region.results))
         return (
             2 * pieces
             + sum(self._nbytes(v) for read in whole for v in read)

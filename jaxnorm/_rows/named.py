@@ -1,4 +1,4 @@
-"""Operations with a name as row programs: the FFI calls that compute their formulas on GPUs."""
+"""Operations with a name as row programs, which compute their formulas on GPUs: whole calls, and parts of them."""
 
 import functools
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from jax.sharding import AbstractMesh
 
 from jaxnorm import _launch
 from jaxnorm._primitive.calls import Call
-from jaxnorm._primitive.programs import closed_of, trace_context
+from jaxnorm._primitive.programs import closed_of, run_program, trace_context
+from jaxnorm._rows import primitive
 from jaxnorm._rows.call import Call as RowCall
 from jaxnorm._rows.call import device_here
 from jaxnorm._rows.equations import NotARowProgram
-from jaxnorm._rows.primitive import compile_here
 
 
 def row_plan(formula: Callable, skipped: tuple[int, ...] = ()) -> Callable[..., Call | None]:
@@ -37,6 +37,24 @@ def row_plan(formula: Callable, skipped: tuple[int, ...] = ()) -> Callable[..., 
     return plan
 
 
+def row_program(formula: Callable) -> Callable[..., list]:
+    """The same function, formula(*operands) -> results, as one row program where it can be one.
+
+    It is for what a device does of a call that several devices share.
+    """
+
+    def run(*operands):
+        closed, constants = closed_of(formula, [jax.typeof(x) for x in operands])
+        operands = [*operands, *constants]
+        try:
+            primitive.check(closed)
+        except ValueError:
+            return run_program(closed, *operands)
+        return primitive.run(closed, operands)
+
+    return run
+
+
 @functools.lru_cache(maxsize=1024)
 def _planned(operation, formula, kinds, params, device, _) -> RowCall | None:
     if any(n == 0 for shape, _ in kinds for n in shape if isinstance(n, int)):
@@ -52,6 +70,6 @@ def _planned(operation, formula, kinds, params, device, _) -> RowCall | None:
         )
     assert not constants
     try:
-        return compile_here(closed, device, operation)
+        return primitive.compile_here(closed, device, operation)
     except NotARowProgram:
         return None

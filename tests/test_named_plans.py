@@ -34,7 +34,7 @@ def calls(monkeypatch):
         made.append((closed, row_call(closed, device, operation=operation)))
         return made[-1][1]
 
-    monkeypatch.setattr(named, "compile_here", compile_here)
+    monkeypatch.setattr(named.primitive, "compile_here", compile_here)
     monkeypatch.setattr(named, "device_here", lambda: DEVICES[90])
 
     def of(case):

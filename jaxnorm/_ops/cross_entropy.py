@@ -30,6 +30,7 @@ from jaxnorm import _check
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.patterns import cross_entropy as pattern
 from jaxnorm._axes import merge_axes
+from jaxnorm._ops import class_rows
 from jaxnorm._ops.record import Operation, Sizes, parameter_dtype
 from jaxnorm._primitive.arithmetic import acc_dtype
 from jaxnorm._primitive.avals import broadcast_aval, collapsed_aval, vary_alike
@@ -44,8 +45,7 @@ from jaxnorm._primitive.rules import (
     total_tangents,
     zero,
 )
-from jaxnorm._rows.named import row_plan
-from jaxnorm._sharding import Along
+from jaxnorm._rows.named import row_plan, row_program
 
 # The CPU kernels' vectors go across rows where the axis is not the last; for fewer the plain formula takes less time.
 _MIN_ROWS_SIDE_BY_SIDE = 32
@@ -184,81 +184,96 @@ def _labels(op, labels, rows) -> jax.Array:
 # ---- formulas ----
 
 
-def _row(x, labels, where, axis, blocks=None):
-    """What the formulas need of a row, which devices may cut: then each holds the label or does not.
-
-    Returns:
-      The logits, -inf where masked; which element is the label's; whether any is; the number of classes, or None if the
-      mask decides; the function that selects what is not masked; and reductions along the row.
-    """
-    row = Along((axis,), blocks)
-    z = x.astype(acc_dtype(x.dtype))
-    if where is not None:
-        z = jnp.where(where, z, -jnp.inf)
-    position = jax.lax.broadcasted_iota(jnp.int32, z.shape, axis)
-    if blocks:
-        position = position + blocks.start(axis)
-    classes = row.size(x)
-    hit = position == labels
-    valid = (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
-
-    def kept(v):
-        return v if where is None else jnp.where(where, v, jnp.zeros((), v.dtype))
-
-    n = jnp.asarray(classes, z.dtype) if where is None else None
-    return z, hit, valid, n, kept, row
+def _part(x, labels, where, axis) -> class_rows.Part:
+    return class_rows.Part.make(
+        x.astype(acc_dtype(x.dtype)), labels, where[0] if where else None, axis
+    )
 
 
-def _target(z, hit, n, kept, row, smoothing):
-    """The target distribution q for the elements of a block."""
-    one_hot = jnp.where(hit, np.asarray(1 - smoothing, z.dtype), np.asarray(0, z.dtype))
-    if not smoothing:
-        return one_hot
-    if n is None:
-        n = row.sum(kept(jnp.ones_like(z)))
-    return one_hot + np.asarray(smoothing, z.dtype) / n
+def _is_class(labels, classes):
+    return (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
 
 
-def _fwd_reference(x, labels, *where, axis, smoothing, implementation=None, blocks=None):
+def _count(part, classes):
+    """The number of classes that the mask keeps."""
+    return part.count() if part.mask is not None else jnp.asarray(classes, part.logits.dtype)
+
+
+def _losses(numbers, labels, classes, smoothing):
+    """(nll, lse)."""
+    n = numbers.get("count", classes)
+    nll = class_rows.negative_log_likelihood(numbers, smoothing, n)
+    nll = jnp.where(_is_class(labels, classes), nll, np.asarray(np.nan, nll.dtype))
+    return [nll, jnp.broadcast_to(class_rows.log_sum_exp(numbers), nll.shape)]
+
+
+def _fwd_reference(x, labels, *where, axis, smoothing, implementation=None):
     """(nll, lse). Sums are of differences from the maximum, so that a common offset of a row does no harm to nll."""
     del implementation
-    mask = where[0] if where else None
-    z, hit, valid, n, kept, row = _row(x, labels, mask, axis, blocks)
-    m = row.max(z)
-    m = jnp.where(m == -jnp.inf, np.zeros((), z.dtype), m)
-    sums = [jnp.exp(z - m), jnp.where(hit, z - m, np.zeros((), z.dtype))]
-    if smoothing:
-        sums += [kept(z - m), *([kept(jnp.ones_like(z))] if n is None else [])]
-    total, picked, *rest = row.sums(*sums)
-    log_total = jnp.log(total)
-    nll = log_total
-    if smoothing < 1:
-        nll = nll - picked * np.asarray(1 - smoothing, z.dtype)
-    if smoothing:
-        nll = nll - rest[0] / (rest[1] if n is None else n) * np.asarray(smoothing, z.dtype)
-    nll = jnp.where(valid, nll, np.asarray(np.nan, z.dtype))
-    return [nll, jnp.broadcast_to(m + log_total, nll.shape)]
+    spread = bool(smoothing)
+    numbers = _part(x, labels, where, axis).numbers(spread=spread, counted=spread and bool(where))
+    return _losses(numbers, labels, x.shape[axis], smoothing)
+
+
+def _fwd_on_part(x, labels, *where, axis, smoothing, implementation=None, blocks):
+    """The same on a device that has a part of the classes."""
+    del implementation
+    own = class_rows.own_labels(labels, blocks, axis)
+    mask = class_rows.own_mask(where[0] if where else None, blocks, axis)
+    numbers = class_rows.numbers_on_devices(
+        lambda x, labels, *mask: _part(x, labels, mask, axis),
+        (x, own, *mask),
+        own,
+        blocks,
+        axis,
+        spread=bool(smoothing),
+    )
+    return _losses(numbers, labels, blocks.shape[axis], smoothing)
 
 
 def _jvp_reference(x, lse, labels, x_dot, *where, axis, smoothing, implementation=None):
     """(sum(p * x_dot), sum(q * x_dot))."""
     del implementation
-    mask = where[0] if where else None
-    z, hit, valid, n, kept, row = _row(x, labels, mask, axis)
-    t = kept(x_dot.astype(z.dtype))
-    q = _target(z, hit, n, kept, row, smoothing)
-    of_p, of_q = row.sums(kept(jnp.exp(z - lse)) * t, q * t)
-    zero = jnp.zeros((), z.dtype)
-    return [jnp.where(valid, of_p, zero), jnp.where(valid, of_q, zero)]
+    part = _part(x, labels, where, axis)
+    t = part.kept(x_dot.astype(part.logits.dtype))
+    p = part.kept(jnp.exp(part.logits - lse))
+    q = part.target(smoothing, _count(part, x.shape[axis]) if smoothing else None)
+    sums = [jnp.sum(terms, axis, keepdims=True) for terms in (p * t, q * t)]
+    valid = _is_class(labels, x.shape[axis])
+    return [jnp.where(valid, s, jnp.zeros((), s.dtype)) for s in sums]
 
 
-def _bwd_reference(x, lse, labels, a, b, *where, axis, smoothing, implementation=None, blocks=None):
+def _gradient(part, p, valid, count, a, b, smoothing, dtype):
+    out = a * p - b * part.target(smoothing, count)
+    return jnp.where(valid, part.kept(out), np.zeros((), out.dtype)).astype(dtype)
+
+
+def _bwd_reference(x, lse, labels, a, b, *where, axis, smoothing, implementation=None):
     """The formula of ffi/cpu/cross_entropy_call.h."""
     del implementation
-    mask = where[0] if where else None
-    z, hit, valid, n, kept, row = _row(x, labels, mask, axis, blocks)
-    out = a * jnp.exp(z - lse) - b * _target(z, hit, n, kept, row, smoothing)
-    return [jnp.where(valid, kept(out), np.zeros((), z.dtype)).astype(x.dtype)]
+    part, classes = _part(x, labels, where, axis), x.shape[axis]
+    p = jnp.exp(part.logits - lse)
+    count = _count(part, classes) if smoothing else None
+    return [_gradient(part, p, _is_class(labels, classes), count, a, b, smoothing, x.dtype)]
+
+
+def _bwd_on_part(x, lse, labels, a, b, *where, axis, smoothing, implementation=None, blocks):
+    """The same on a device that has a part of the classes: elementwise, by one kernel."""
+    del implementation
+    classes = blocks.shape[axis]
+    mask = class_rows.own_mask(where[0] if where else None, blocks, axis)
+    valid, count = _is_class(labels, classes), []
+    if smoothing and where:
+        part = _part(x, labels, mask, axis)
+        count = [blocks.psum(part.count(), (axis,))]
+
+    def formula(x, lse, labels, valid, a, b, *rest):
+        part = _part(x, labels, rest[len(count) :], axis)
+        n = rest[0] if count else np.asarray(classes, lse.dtype)
+        return [_gradient(part, jnp.exp(part.logits - lse), valid, n, a, b, smoothing, x.dtype)]
+
+    own = class_rows.own_labels(labels, blocks, axis)
+    return row_program(formula)(x, lse, own, valid, a, b, *count, *mask)
 
 
 # ---- shapes and shardings ----
@@ -295,9 +310,9 @@ def _fits_side_by_side(shape, axis, x, *rest):
     )
 
 
-def _local(reference, blocks, _, *, axis, **params):
+def _local(on_part, blocks, _, *, axis, **params):
     """What a device runs: a sharded axis takes all-reduces of a few numbers per row."""
-    return partial(reference, **params, axis=axis, blocks=blocks) if blocks.cut((axis,)) else None
+    return partial(on_part, **params, axis=axis, blocks=blocks) if blocks.cut((axis,)) else None
 
 
 def _batch(primitive, args, dims, *, axis, **params):
@@ -315,7 +330,7 @@ def _attributes(*, axis, smoothing, implementation):
     return {"axis": np.int64(axis), "smoothing": np.float64(smoothing)}
 
 
-def _define(name, abstract, reference, plan):
+def _define(name, abstract, reference, on_part, plan):
     return define_primitive(
         name,
         abstract=abstract,
@@ -324,7 +339,7 @@ def _define(name, abstract, reference, plan):
         describe=_describe,
         fits=_fits,
         sharding_rule=broadcast_sharding_rule,
-        partition=broadcast_partition(partial(_local, reference)),
+        partition=broadcast_partition(partial(_local, on_part)),
         plan=plan,
     )
 
@@ -335,20 +350,23 @@ def _bwd_alone(x, labels, a, b, *where, axis, smoothing, implementation=None):
     Without lse, in which a huge maximum leaves nothing of the logarithm, probabilities are exact for any logits.
     """
     del implementation
-    z, hit, valid, n, kept, row = _row(x, labels, where[0] if where else None, axis)
-    m = row.max(z)
+    part, classes = _part(x, labels, where, axis), x.shape[axis]
+    z = part.logits
+    m = jnp.max(z, axis, keepdims=True, initial=-jnp.inf)
     e = jnp.exp(z - jnp.where(m == -jnp.inf, np.zeros((), z.dtype), m))
-    out = a * (e / row.sum(e)) - b * _target(z, hit, n, kept, row, smoothing)
-    return [jnp.where(valid, kept(out), np.zeros((), z.dtype)).astype(x.dtype)]
+    p = e / jnp.sum(e, axis, keepdims=True)
+    count = _count(part, classes) if smoothing else None
+    return [_gradient(part, p, _is_class(labels, classes), count, a, b, smoothing, x.dtype)]
 
 
 cross_entropy_fwd_p = _define(
-    "cross_entropy_fwd", _per_row, _fwd_reference, row_plan(_fwd_reference)
+    "cross_entropy_fwd", _per_row, _fwd_reference, _fwd_on_part, row_plan(_fwd_reference)
 )
 cross_entropy_bwd_p = _define(
     "cross_entropy_bwd",
     lambda *avals, **_: [broadcast_aval(*avals)],
     _bwd_reference,
+    _bwd_on_part,
     row_plan(_bwd_alone, skipped=(1,)),
 )
 cross_entropy_jvp_p = define_formula("cross_entropy_jvp", abstract=_per_row, formula=_jvp_reference)

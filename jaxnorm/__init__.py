@@ -4,6 +4,7 @@ from jaxnorm import _lib
 from jaxnorm._lib import status
 from jaxnorm._ops.batch_norm import batch_norm, batch_norm_inference
 from jaxnorm._ops.cross_entropy import softmax_cross_entropy
+from jaxnorm._ops.linear_cross_entropy import linear_cross_entropy
 from jaxnorm._ops.norm import layer_norm, rms_norm
 from jaxnorm._ops.relu import add_relu, relu
 from jaxnorm._ops.softmax import log_softmax, softmax
@@ -21,6 +22,7 @@ __all__ = [
     "export_checks",
     "fuse",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "relu",
     "rms_norm",

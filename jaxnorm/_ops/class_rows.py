@@ -160,7 +160,15 @@ def own_mask(where, blocks: Blocks, axis: int) -> list:
 
 
 def numbers_on_devices(
-    elements: Callable, operands, labels, blocks: Blocks, axis: int, *, spread: bool, entropy=False
+    elements: Callable,
+    operands,
+    labels,
+    blocks: Blocks,
+    axis: int,
+    *,
+    spread: bool,
+    entropy: bool = False,
+    run: Callable = row_program,
 ) -> Numbers:
     """The numbers of whole rows: one kernel on each device, which reads its part once.
 
@@ -172,6 +180,7 @@ def numbers_on_devices(
       axis: of the classes.
       spread: whether `sum` and `count` are wanted.
       entropy: whether `weighted` is wanted.
+      run: how a device runs a formula.
     """
     names = ["top", "total", "picked", *(["sum", "count"] if spread else [])]
     names += ["weighted"] if entropy else []
@@ -180,6 +189,6 @@ def numbers_on_devices(
         numbers = elements(*operands).numbers(spread=spread, counted=spread, entropy=entropy)
         return [numbers[name] for name in names]
 
-    numbers = dict(zip(names, row_program(formula)(*operands), strict=True))
+    numbers = dict(zip(names, run(formula)(*operands), strict=True))
     numbers["has_label"] = (labels >= 0) & (labels < np.int32(blocks.size(axis)))
     return joined(numbers, blocks, (axis,))

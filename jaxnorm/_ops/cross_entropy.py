@@ -110,12 +110,8 @@ def softmax_cross_entropy(
         )
     axes = _class_axes(op, axis, x.ndim)
     rows = tuple(n for i, n in enumerate(x.shape) if i not in axes)
-    targets = _labels(op, labels, rows)
-    smoothing = _check.number(op, "label_smoothing", label_smoothing)
-    if not 0 <= smoothing <= 1:
-        raise ValueError(
-            f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing!r}. Use 0.0 for none."
-        )
+    targets = labels_of(op, labels, rows, "logits without the axis of classes")
+    smoothing = smoothing_of(op, label_smoothing)
     weight = _check.number(op, "z_loss", z_loss)
     mask = []
     if where is not None:
@@ -157,8 +153,18 @@ def _class_mask(op, where, x) -> jax.Array:
     return keep
 
 
-def _labels(op, labels, rows) -> jax.Array:
-    """`labels` as int32, in which what does not fit is -1."""
+def smoothing_of(op, label_smoothing) -> float:
+    """`label_smoothing` as a number from 0 to 1."""
+    smoothing = _check.number(op, "label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(
+            f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing!r}. Use 0.0 for none."
+        )
+    return smoothing
+
+
+def labels_of(op, labels, rows, where) -> jax.Array:
+    """`labels` as int32, in which what does not fit is -1; `rows` is the shape that they must have, that of `where`."""
     dtype = getattr(labels, "dtype", None)
     if dtype is None:
         dtype = np.asarray(labels).dtype
@@ -172,7 +178,7 @@ def _labels(op, labels, rows) -> jax.Array:
     labels = xp.asarray(labels)
     if labels.shape != rows:
         raise ValueError(
-            f"{op}: labels must have the shape {rows} of logits without the axis of classes, got {labels.shape}. "
+            f"{op}: labels must have the shape {rows} of {where}, got {labels.shape}. "
             "Reshape or broadcast them."
         )
     if jnp.iinfo(labels.dtype).max > jnp.iinfo(jnp.int32).max:

@@ -211,6 +211,54 @@ def define_compiled(
     return primitive
 
 
+def define_partitioned(
+    name: str,
+    *,
+    abstract: Callable,
+    formula: Callable,
+    describe: Callable[..., str],
+    sharding_rule: Callable[..., SdyShardingRule],
+    partition: Callable[..., Partition],
+) -> Primitive:
+    """Builds a primitive that is a formula on each device, on its blocks of the operands.
+
+    Args:
+      name: as in `define_formula`.
+      abstract: as in `define_formula`.
+      formula: as in `define_formula`. Its kernels are those of the primitives that it binds.
+      describe: as in `define_primitive`.
+      sharding_rule: as in `define_primitive`.
+      partition: as in `define_primitive`.
+
+    Returns:
+      The primitive, without differentiation and batching rules.
+    """
+    primitive = define_formula(name, abstract=abstract, formula=formula)
+    lower = mlir.lower_fun(formula, multiple_results=True)
+
+    def lower_formula(ctx, operands, params, reason):
+        if params["implementation"] == "kernel" and reason:
+            raise ValueError(
+                f"{describe(len(operands), **params)}: implementation must be None or 'xla' for {reason}, which has no "
+                "kernel, got 'kernel'. Use implementation=None to fall back by itself."
+            )
+        return lower(ctx, *operands, **params)
+
+    def refusal(ctx, params, platform):
+        if params["implementation"] == "kernel" and platform != "cuda":
+            return f"platform {platform}"
+        return ""
+
+    _register(
+        primitive,
+        refusal=refusal,
+        kernel=lambda ctx, operands, params, _: lower(ctx, *operands, **params),
+        partitioned=partitioned_lowering(primitive, sharding_rule, partition),
+        formula=lower_formula,
+    )
+    return primitive
+
+
 def _register(
     primitive: Primitive,
     *,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from bench.cases import BORDERS, CROSS_ENTROPY, DEFAULT_DIRECTIONS, NORMS
 from bench.compare import Key, index
 from bench.fuse import sweep
+from bench.kernels import rest
 from bench.row_programs import COLUMNS, MAIN, SWEEP
 from bench.row_programs import DIRECTIONS as ROW_DIRECTIONS
 from bench.timing import read_json
@@ -40,6 +41,17 @@ REPORTED = (
     "add_relu",
 )
 PEERS = {"xla": "XLA", "torch": "PyTorch", "torch.compile": "torch.compile"}
+# Name and size of each case of `python -m bench.train --cases full`.
+MODELS = {
+    "resnet 256x224x224x3 bfloat16": ("ResNet-50", "256 images of 224 × 224"),
+    "resnet recompute 256x224x224x3 bfloat16": ("ResNet-50 with remat", "256 images of 224 × 224"),
+    "transformer 16x1024 bfloat16": ("transformer", "12 layers, 16 × 1024 tokens"),
+    "llama 4x4096 bfloat16": ("Llama", "8 layers, 4 × 4096 tokens"),
+    "dit 64x256 bfloat16": ("DiT", "28 layers, 64 × 256 patches"),
+    "vit 64x256 bfloat16": ("ViT-L with dropout", "64 × 256 patches"),
+    "mamba 4x2048 bfloat16": ("state-space model", "8 layers, 4 × 2048 tokens"),
+    "rl 8192x128256 bfloat16": ("policy-gradient loss", "8192 × 128256 logits"),
+}
 _DIRECTIONS = {
     "forward": "forward",
     "together": "both in one program",
@@ -62,7 +74,8 @@ def fill(page: str) -> str:
 
     def text(found: re.Match) -> str:
         return (
-            f"<!-- text: {found[1]} -->\n{textwrap.fill(_named(TEXTS, 'text', found[1])(), 120)}\n"
+            f"<!-- text: {found[1]} -->\n"
+            f"{textwrap.fill(_named(TEXTS, 'text', found[1])(), 120, break_on_hyphens=False)}\n"
         )
 
     page = re.sub(r"^<!-- table: (\S+) -->\n(?:\|.*\n)*", table, page, flags=re.MULTILINE)
@@ -279,8 +292,47 @@ def _train() -> Rows:
                 ("residual_bytes", 1e9, "GB"),
             )
         )
-        rows.append([labels[ours["case"]], f"{step} ({_ratio(flax['ratio'])})", *memory])
+        rows.append(
+            [labels[ours["case"]], f"{step} ({_ratio(flax['seconds'] / ours['seconds'])})", *memory]
+        )
     return rows
+
+
+def _models() -> Rows:
+    """Whole training steps: what autofuse and calls by hand change, against the plain step."""
+    columns = ("step", "rest", "memory", "losses")
+    heads = [f"{form}: {columns[0]}" for form in ("autofuse", "by hand")]
+    rows = [["model", "plain", heads[0], *columns[1:], heads[1], *columns[1:]]]
+    for case, (plain, *others) in _steps().items():
+        cells = [f"{plain['seconds'] * 1e3:.1f} ms"]
+        for r in others:
+            cells += ["–"] * len(columns) if r["error"] else _against(plain, r)
+        rows.append([", ".join(MODELS[case]), *cells])
+    return rows
+
+
+def _against(plain: dict, record: dict) -> list[str]:
+    """Speed, and time of the rest and temporary memory as fractions of the plain step's, and how far losses are."""
+    return [
+        _ratio(plain["seconds"] / record["seconds"]),
+        f"{rest(record) / rest(plain):.2f}",
+        f"{record['temporary_bytes'] / plain['temporary_bytes']:.2f}",
+        _percent(_difference(plain, record)),
+    ]
+
+
+def _difference(plain: dict, record: dict) -> float:
+    """Largest relative difference of the losses."""
+    losses = zip(plain["losses"], record["losses"], strict=True)
+    return max(abs(theirs - ours) / abs(theirs) for theirs, ours in losses)
+
+
+def _steps() -> dict[str, list[dict]]:
+    """Records of each model's step: plain, under autofuse, with calls by hand."""
+    steps: dict[str, list[dict]] = {}
+    for record in _run("models")["records"]:
+        steps.setdefault(record["case"], []).append(record)
+    return steps
 
 
 def _fuse() -> Rows:
@@ -364,6 +416,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     ),
     "h200/batch_norm": functools.partial(_batch_norm, "h200", _TWO_PROGRAMS),
     "h200/relu": functools.partial(_relu, "h200", _TWO_PROGRAMS),
+    "models": _models,
     "fuse/columns": _fuse_columns,
 }
 
@@ -396,12 +449,48 @@ def _fuse_card() -> str:
     return _card(DEVICE, ["fuse"]) if _path("fuse").exists() else "No figures yet."
 
 
+def _models_speed() -> str:
+    """Speed of each model's step, under autofuse and with calls by hand."""
+    speeds = []
+    for case, (plain, *others) in _steps().items():
+        ours, hand = (
+            "–" if r["error"] else _ratio(plain["seconds"] / r["seconds"]) for r in others
+        )
+        speeds.append(f"{MODELS[case][0]} {ours} ({hand})")
+    return (
+        f"Speed of whole training steps on one {_header('models')['device']} against the same step without that line, "
+        f"and in brackets with calls by hand; below 1 is slower: {', '.join(speeds)}. "
+        "[docs/autofuse.md](docs/autofuse.md#whole-models) has the models, and what becomes of memory."
+    )
+
+
+def _models_card() -> str:
+    header = _header("models")
+    versions = header["versions"]
+    return f"Each step on one {header['device']}, jax {versions['jax']}, Flax {versions['flax']}."
+
+
+def _models_losses() -> str:
+    """How far losses of one function are from each other."""
+    kept, recomputed = (
+        plain for case, (plain, *_) in _steps().items() if case.startswith("resnet ")
+    )
+    return (
+        f"The losses of ResNet-50 fall from {kept['losses'][0]:.1f} to {kept['losses'][-1]:.3f} on its one batch, and "
+        "small differences grow on the way: those of its plain steps without and with remat, which are one function, "
+        f"are up to {_percent(_difference(kept, recomputed))} apart."
+    )
+
+
 TEXTS: dict[str, Callable[[], str]] = {
+    "models/speed": _models_speed,
     "card": functools.partial(_card, DEVICE, (*REPORTED, "program")),
     "h100/card": functools.partial(_card, "h100", (*NORMS, "batch_norm")),
     "h200/card": functools.partial(
         _card, "h200", [name for name in REPORTED if name != "batch_norm_inference"]
     ),
+    "models/card": _models_card,
+    "models/losses": _models_losses,
     "fuse/card": _fuse_card,
 }
 
@@ -476,6 +565,11 @@ def _time(seconds: float) -> str:
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}×"
+
+
+def _percent(fraction: float) -> str:
+    value = fraction * 100
+    return f"{value:.2f} %" if value < 9.95 else f"{value:.0f} %"
 
 
 def _megabytes(size: int) -> str:

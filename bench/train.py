@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import functools
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 
 import jaxnorm
 from bench import models, timing
+from bench.kernels import group, rest
 from jaxnorm._measure import display, timer
 
 # The examples are programs and no package: they import each other by name.
@@ -210,30 +210,6 @@ CASES = {
     ),
 }
 
-# What a kernel does, by its name; the first that is found counts.
-_COPY, _MATMUL = "copy or transposition", "matrix product or convolution"
-_ATTENTION = "attention"
-# What jaxnorm has no part in.
-PRODUCTS = (_MATMUL, _ATTENTION)
-_GROUPS = (
-    (_ATTENTION, "sdpa|flash|fmha"),
-    # cuDNN's own transpositions; names of its convolutions have NHWC in them, too.
-    (_COPY, r"ToN(hwc|chw)"),
-    (_MATMUL, timer.MATMUL.pattern + "|cudnn|fprop|dgrad|wgrad|convolve|winograd"),
-    (_COPY, "memcpy|memset|copy|transpose"),
-    ("fusion", "fusion|wrapped_|triton"),
-)
-
-
-def group(kernel: str) -> str:
-    """What a kernel counts as."""
-    if found := re.search(r"jaxnorm_(\w+?)(?:_finish)?\b", kernel):
-        return f"jaxnorm {found[1]}"
-    for name, pattern in _GROUPS:
-        if re.search(pattern, kernel, re.IGNORECASE):
-            return name
-    return "other"
-
 
 def kernel_times(step: Callable[[], object]) -> dict:
     """Seconds of a step by group and by name of kernel, largest first.
@@ -347,12 +323,6 @@ def table(rich, records: Sequence[dict], device: str):
                 cells.append(f"{value / before:.0%}" if compared else "")
             result.add_row(label if r is plain else "", r["implementation"], *cells)
     return result
-
-
-def rest(record: dict) -> float | None:
-    """Seconds of kernels that are no matrix product, convolution or attention; None where they were not measured."""
-    groups = record.get("kernel_times", {}).get("groups")
-    return None if groups is None else sum(s for g, s in groups.items() if g not in PRODUCTS)
 
 
 def _megabytes(count: int) -> str:

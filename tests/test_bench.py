@@ -15,7 +15,7 @@ import oracle
 import pytest
 
 from bench import __main__ as bench_main
-from bench import cases, compare, peers, roofline, row_programs, tables, timing
+from bench import cases, compare, kernels, peers, roofline, row_programs, tables, timing
 from bench.cases import Case
 from jaxnorm._measure import timer
 
@@ -658,7 +658,7 @@ def test_roofline_draws_one_program(tmp_path, monkeypatch, found, asked, drawn):
 # ---- the tables of README.md and docs/ ----
 
 DOCS = README.parent / "docs"
-PAGES = (README, DOCS / "split-figures.md", DOCS / "fuse.md")
+PAGES = (README, DOCS / "split-figures.md", DOCS / "autofuse.md", DOCS / "fuse.md")
 
 
 def test_pages_have_what_was_measured():
@@ -684,8 +684,8 @@ def results(tmp_path, monkeypatch):
 
     Row i of a file takes i + 1 microseconds at half of the copy rate, XLA's twice as long and PyTorch's three times.
     """
-    steps = timing.read_json(tables.RESULTS / f"{tables.TRAIN_DEVICE}-train.json")
-    timing.write_json(tmp_path / f"{tables.TRAIN_DEVICE}-train.json", steps)
+    for name in (f"{tables.TRAIN_DEVICE}-train.json", f"{tables.DEVICE}-models.json"):
+        timing.write_json(tmp_path / name, timing.read_json(tables.RESULTS / name))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for device in ("h100", "h200"):
         for op in (*tables.REPORTED, "program"):
@@ -756,12 +756,13 @@ def test_pages_can_be_filled(page, results):
         head, line, *rows = table.splitlines()
         assert {row.count("|") for row in (line, *rows)} <= {head.count("|")}, name
         assert len(rows) >= (0 if name == "losses" else 3), name
-        if "/" not in name and name not in ("summary", "program", "fuse", "train", "losses"):
+        others = ("summary", "program", "fuse", "train", "models", "losses")
+        if "/" not in name and name not in others:
             assert "forward: time, of copy, XLA, PyTorch | both in one program |" in head
     said = " ".join(filled.split())
     # Norms have no softmax beside them; row programs are one file.
-    range_of = {"README.md": 1, "split-figures.md": 1, "fuse.md": 0}[page.name]
-    assert said.count("in the same process, moves 2.97 to 2.98 TB/s.") == range_of
+    ranges = {"README.md": 1, "split-figures.md": 1, "autofuse.md": 0, "fuse.md": 0}[page.name]
+    assert said.count("in the same process, moves 2.97 to 2.98 TB/s.") == ranges
 
 
 def test_tables_of_row_programs(results):
@@ -782,6 +783,55 @@ def test_tables_of_row_programs(results):
     assert tables.TABLES["fuse"]() == [["bfloat16", "forward: time, of copy", "vjp", "both"]]
     assert tables.TABLES["fuse/columns"]() == [["columns"]]
     assert tables.TEXTS["fuse/card"]() == "No figures yet."
+
+
+def test_tables_of_models(results):
+    """What becomes of time, of the rest of it, of memory and of losses, and what a failure looks like."""
+
+    def change(r):
+        form = {"autofuse": 1, "jaxnorm": 2}.get(r["implementation"], 0)
+        groups = {kernels.group("nvjet"): 1.0, kernels.group("sdpa"): 1.0, "fusion": 8.0 - form}
+        failed = (r["case"], r["implementation"]) == ("rl 8192x128256 bfloat16", "autofuse")
+        return {
+            "seconds": (0.08, 0.1, 0.04)[form],
+            "kernel_times": {"groups": groups | {"jaxnorm row_program": float(form) / 2}},
+            "temporary_bytes": 1000 * (form + 1),
+            "losses": [-2.0, 1.0, 0.5 + (0, 0.01, 0.1)[form]],
+            "error": "out of memory" if failed else None,
+        }
+
+    _change(results / f"{tables.DEVICE}-models.json", change)
+    head, *rows = tables.TABLES["models"]()
+    assert head[:4] == ["model", "plain", "autofuse: step", "rest"]
+    assert rows[2] == [
+        "transformer, 12 layers, 16 × 1024 tokens",
+        "80.0 ms",
+        *("0.80×", "0.94", "2.00", "2.00 %"),
+        *("2.00×", "0.88", "3.00", "20 %"),
+    ]
+    assert rows[-1][2:] == ["–", "–", "–", "–", "2.00×", "0.88", "3.00", "20 %"]
+    speed = tables.TEXTS["models/speed"]()
+    assert "below 1 is slower: ResNet-50 0.80× (2.00×), ResNet-50 with remat 0.80× (2.00×)" in speed
+    assert "policy-gradient loss – (2.00×)." in speed
+
+    def recomputed(r):
+        return {"losses": [-2.0, 1.0, 0.4]} if "recompute" in r["case"] else {}
+
+    _change(results / f"{tables.DEVICE}-models.json", recomputed)
+    losses = tables.TEXTS["models/losses"]()
+    assert "from -2.0 to 0.500" in losses
+    assert "up to 20 % apart" in losses
+
+
+def test_models_are_those_of_the_training_steps():
+    """The file has every case of `python -m bench.train --cases full` in all forms, and the table a name for it."""
+    train = pytest.importorskip("bench.train")
+    full = train.CASES["full"]
+    assert [case.label for case in full] == list(tables.MODELS)
+    records = timing.read_json(tables.RESULTS / f"{tables.DEVICE}-models.json")["records"]
+    expected = [(case.label, name) for case in full for name in case.implementations]
+    assert [(r["case"], r["implementation"]) for r in records] == expected
+    assert {len(r["losses"]) for r in records} == {train.LOSSES}
 
 
 def test_summary_and_losses(results):
@@ -852,7 +902,7 @@ def test_tables(tmp_path, results):
         assert "old" not in page
     with pytest.raises(ValueError, match="table must be one of summary, .*, got 'max'"):
         tables.fill("<!-- table: max -->\n")
-    with pytest.raises(ValueError, match="text must be one of card, .*, got 'max'"):
+    with pytest.raises(ValueError, match="text must be one of models/speed, .*, got 'max'"):
         tables.fill("<!-- text: max -->\n")
 
 
@@ -912,8 +962,7 @@ def test_training_steps(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_groups_of_kernels(kernel, group):
-    train = pytest.importorskip("bench.train")
-    assert train.group(kernel) == group
+    assert kernels.group(kernel) == group
 
 
 def test_kernel_times(monkeypatch):
@@ -950,7 +999,7 @@ def test_training_steps_say_where_the_time_goes():
         plain, _, ours = records = train.measure(train.CASES["ci"][1], budget=0.01)
     for record in records:
         assert record["error"] is None
-        assert 0 < train.rest(record) < record["kernel_times"]["seconds"]
+        assert 0 < kernels.rest(record) < record["kernel_times"]["seconds"]
         assert "matrix product or convolution" in record["kernel_times"]["groups"]
         seconds = [kernel["seconds"] for kernel in record["kernel_times"]["top"]]
         assert 0 < sum(seconds) <= record["kernel_times"]["seconds"] * 1.001

@@ -88,8 +88,7 @@ class Part:
         if counted:
             numbers["count"] = self.count()
         if entropy:  # a class of probability 0 adds nothing
-            weighted = jnp.where(e == 0, np.zeros((), z.dtype), e * (z - top))
-            numbers["weighted"] = self._sum(weighted)
+            numbers["weighted"] = self._sum(e * jnp.where(e == 0, np.zeros((), z.dtype), z - top))
         return numbers
 
     def target(self, smoothing: float, count):

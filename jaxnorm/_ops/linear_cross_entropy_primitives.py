@@ -113,10 +113,10 @@ def _logits_gradient(part, numbers, valid, classes, c, g, h, *, smoothing, z_los
         out = out + g * (jnp.where(part.hit, np.ones((), z.dtype), nothing) - p)
     out = part.kept(jnp.where(valid, out, nothing))
     if h is not None:
-        log_p = z - numbers["top"] - jnp.log(total)
-        out = out - h * jnp.where(p == 0, nothing, p * (log_p + class_rows.entropy(numbers)))
+        log_p = jnp.where(p == 0, nothing, z - numbers["top"] - jnp.log(total))
+        out = out - h * p * (log_p + class_rows.entropy(numbers))
     if softcap:
-        out = out * (1 - jnp.square(z / np.asarray(softcap, z.dtype)))
+        out = out * (1 - jnp.square(part.kept(z) / np.asarray(softcap, z.dtype)))
     return out
 
 

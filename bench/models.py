@@ -135,8 +135,13 @@ def llama_parameters(key, *, layers, width, heads, hidden, tokens) -> Parameters
     }
 
 
-def llama_loss(params, tokens, *, heads, dtype=jnp.bfloat16, fused=identity):
-    """Mean loss of the next token; logits in float32."""
+def head_loss(h, w, labels):
+    """Mean loss of each token's class; logits in float32."""
+    return _cross_entropy(h @ w, labels).mean()
+
+
+def llama_loss(params, tokens, *, heads, dtype=jnp.bfloat16, fused=identity, head=head_loss):
+    """Mean loss of the next token. `head` computes it from features, the last parameters and labels."""
     add_norm, rotary, swiglu = map(fused, (_add_rms_norm, _rotary, _swiglu))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     x = params["embedding"].astype(dtype)[inputs]
@@ -153,7 +158,7 @@ def llama_loss(params, tokens, *, heads, dtype=jnp.bfloat16, fused=identity):
         x, h = add_norm(x, h.reshape(batch, length, width) @ p["out"].astype(dtype), p["norm2"])
         update = swiglu(h @ p["gate_up"].astype(dtype)) @ p["down"].astype(dtype)
     _, h = add_norm(x, update, params["norm"])
-    return fused(_cross_entropy)(h @ params["head"].astype(dtype), labels).mean()
+    return head(h, params["head"].astype(dtype), labels)
 
 
 # ---- a diffusion transformer: adaptive LayerNorm ----

@@ -105,7 +105,10 @@ def _plain(name: str, arrays: Callable, rate: float = 1e-3):
         if kept := case.sizes.get("kept"):
             params = jax.tree.map(lambda p: p.astype(kept), params)
         options = {k: v for k, v in case.sizes.items() if k == "heads"}
-        fused = jaxnorm.fuse if implementation == "jaxnorm" else models.identity
+        by_hand = implementation == "jaxnorm"
+        fused = jaxnorm.fuse if by_hand else models.identity
+        if by_hand and name == "llama":
+            options["head"] = jaxnorm.linear_cross_entropy
         loss = functools.partial(getattr(models, f"{name}_loss"), fused=fused, **options)
         model = _training.Model(lambda p, rest, *batch: (loss(p, *batch), rest), params, None)
         return model, batch, optax.sgd(rate)

@@ -110,13 +110,12 @@ def split_classes(case: HeadCase, copy: timer.CopyRate) -> list[dict]:
     def loss(x):
         return jaxnorm.softmax_cross_entropy(x, labels).sum()
 
-    records = []
+    records, calls = [], 5
     for direction, function, passes in (
         ("forward", loss, 1),
         ("both", jax.value_and_grad(loss), 3),
     ):
         step = jax.jit(function).lower(logits).compile()
-        calls = 5
         events = timer.trace_events(
             lambda f=step: jax.block_until_ready([f(logits) for _ in range(calls)])
         )

@@ -138,3 +138,20 @@ def test_joined_sums(parts, options):
     found = emulated(closed, arrays, schedule(simplified(closed), H100, **options))
     for got, want in zip(found, jax.jit(function)(*map(wide, arrays)), strict=True):
         assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_differences_of_large_values(known):
+    """The logarithm, small beside x and its maximum, is taken off their difference, wherever the maximum comes from."""
+
+    def top(x):
+        return jnp.max(x, -1, keepdims=True)
+
+    def f(x, *maxima):
+        shifted = x - (maxima[0] if maxima else top(x))
+        return [shifted - jnp.log(jnp.sum(jnp.exp(shifted), -1, keepdims=True))]
+
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32) + np.float32(1e6)
+    arrays = [x, top(x)] if known else [x]
+    (got,) = emulated(jax.make_jaxpr(f)(*arrays), arrays)
+    assert error(got, f(wide(x))[0]) < 1e-6

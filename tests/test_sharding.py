@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import processes
 import pytest
+import row_emulator
 import suite
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,6 +22,11 @@ from meshes import AUTO, CPUS, assert_only_small_all_reduces, blocks, has_kernel
 
 import jaxnorm
 import jaxnorm.linen
+from jaxnorm._ops import softmax
+from jaxnorm._rows import primitive
+from jaxnorm._rows.call import row_call
+from jaxnorm._rows.plan import DEVICES as GPUS
+from jaxnorm._sharding import DEVICES, Blocks
 
 BATCH, ROWS, COLUMNS = 8, 16, 64
 
@@ -694,24 +700,178 @@ def test_other_dtypes(mesh, op, spec, dtype):
         )
 
 
-@over([P("d", "m"), P(None, "m")], ["auto"])
+# ---- parts of a softmax's rows ----
+
+
+OPERANDS = [(), ("where",), ("scale",), ("where", "scale"), ("where", "scale", "bias")]
+operands_of_softmax = pytest.mark.parametrize("names", OPERANDS, ids="-".join)
+
+
+def special_rows(names, columns, dtype="float32"):
+    """These operands and x, by name. Rows are masked or infinite in one device's part, in several, or altogether."""
+    x, where = rand((ROWS, columns), 40), np.ones((ROWS, columns), bool)
+    half, last = columns // 2, columns - 1
+    x[0, :half] = x[1] = x[2, half:] = x[3, 1:] = x[4, :last] = -np.inf
+    x[5, 1], x[6, last] = np.nan, np.inf
+    if not {"scale", "bias"}.intersection(names):
+        x[7] = jnp.finfo(dtype).min
+    where[8, :half] = where[9, half:] = where[10] = where[11, 1:] = where[12, :last] = False
+    x[8:11, :3] = np.nan, np.inf, -np.inf  # those of one row are not masked
+    x[13, :half] -= 200  # a part that adds nothing
+    scale, bias = rand((1, columns), 41) + 3, rand((ROWS, 1), 42)
+    given = {"x": x, "where": where, "scale": scale, "bias": bias}
+    return {
+        name: given[name] if name == "where" else given[name].astype(np.dtype(dtype))
+        for name in ("x", *names)
+    }
+
+
+@over([P("d", "m"), P(None, ("d", "m"))], ["auto"])
 @softmaxes
-def test_special_values_in_split_rows(mesh, op, spec):
-    """A block whose part of the row is masked or -inf altogether."""
-    x = X.copy()
-    x[0, :32], x[1], x[2, 5], x[3, 40:] = -np.inf, -np.inf, np.nan, -np.inf
-    where = np.ones((ROWS, COLUMNS), bool)
-    where[4, :32] = where[5] = False
+@pytest.mark.parametrize("columns", [COLUMNS, COLUMNS - 15])
+@operands_of_softmax
+def test_special_rows_in_parts(mesh, op, spec, columns, names):
+    """Values and gradients are the oracle's, where one of eight devices has none of 49 columns, too."""
+    given = special_rows(names, columns)
 
-    def f(x, where):
-        y, pullback = jax.vjp(lambda x: getattr(jaxnorm, op)(x, where=where), x)
-        return y, pullback(jnp.asarray(W))[0]
+    def placed(a):
+        if a.shape[1] > 1:  # what is cut away again
+            fill = True if a.dtype == bool else np.nan
+            a = np.pad(a, ((0, 0), (0, COLUMNS - columns)), constant_values=fill)
+        return put(a, P(*(e if n > 1 else None for e, n in zip(spec, a.shape, strict=True))), mesh)
 
-    got = jax.jit(f)(put(x, spec, mesh), put(where, spec, mesh))
-    assert_same(got, alone(f, x, where, mesh=mesh))
-    expected = getattr(oracle, op)(x, where=where)
-    oracle.assert_close(got[0], expected, "float32", floor=16)
-    assert (np.asarray(got[1])[~where] == 0).all()
+    def f(t, operands):
+        t, (x, *operands) = jax.tree.map(lambda a: a[:, :columns], (t, operands))
+        options = dict(zip(names, operands, strict=True))
+        y, pullback = jax.vjp(lambda x: getattr(jaxnorm, op)(x, **options), x)
+        return y, pullback(t)[0]
+
+    t = W[:, :columns]
+    y, x_bar = jax.jit(f)(placed(t), list(map(placed, given.values())))
+    oracle.assert_close(y, getattr(oracle, op)(**given), "float32", floor=16)
+    wanted = oracle.softmax_vjp(ct=t, log=op == "log_softmax", **given)[0]
+    np.testing.assert_allclose(x_bar, wanted, rtol=2e-5, atol=1e-5)
+
+
+@softmaxes
+def test_masked_part_beside_large_values_times_zero(op):
+    """The factor 0 makes every distance 0, also that from the maximum of a part where there is nothing."""
+    x, where = np.full((ROWS, COLUMNS), 3e38, np.float32), np.arange(COLUMNS)[None] < COLUMNS // 2
+    f = lambda x, where: getattr(jaxnorm, op)(x, where=where, scale=0.0)  # noqa: E731
+    y = jax.jit(f)(*(put(a, P(None, "m"), AUTO) for a in (x, where)))
+    oracle.assert_close(y, getattr(oracle, op)(x, where=where, scale=0.0), "float32")
+
+
+class Parts:
+    """What each of eight devices has where these cut the last axis of an array."""
+
+    def __init__(self, shape):
+        tiles = np.arange(8).reshape(*[1] * (len(shape) - 1), 8, 1)
+        self.blocks, self.axes = Blocks(shape, tiles), (len(shape) - 1,)
+        self.columns = self.blocks.size(self.axes[0])
+
+    def forward(self, *operands, **params):
+        return softmax._fwd_on_part(*operands, axes=self.axes, blocks=self.blocks, **params)
+
+    def backward(self, *operands, **params):
+        return softmax._bwd_on_part(*operands, axes=self.axes, blocks=self.blocks, **params)
+
+    def cut(self, a):
+        """Parts of a matrix with all columns, one behind the other, with NaN or True for padding."""
+        padding = self.columns * 8 - a.shape[1]
+        fill = True if a.dtype == bool else np.nan
+        padded = np.pad(a, ((0, 0), (0, padding)), constant_values=fill)
+        return jnp.asarray(padded.reshape(len(a), 8, -1).swapaxes(0, 1))
+
+    def joined(self, parts):
+        whole = np.asarray(parts).swapaxes(0, 1).reshape(parts.shape[1], -1)
+        return whole[:, : self.blocks.shape[1]]
+
+    def on_each(self, function, *parts):
+        """One result of a function of parts, or of matrices of one column, which all devices have."""
+        mapped = [0 if a.ndim == 3 else None for a in parts]
+        return jax.vmap(function, mapped, axis_name=DEVICES)(*parts)[0]
+
+
+@pytest.mark.parametrize("shape", [(ROWS, 64), (ROWS, 49), (2, 2, 4, 64), (2, 2, 4, 49)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@operands_of_softmax
+def test_programs_of_parts(shape, dtype, names):
+    """Two row programs forward, two backward, and between them reductions of a number per row: XLA reads no part."""
+    parts, rows = Parts(shape), math.prod(shape[:-1])
+    local = (*shape[:-1], parts.columns)
+    kinds = {
+        "x": (local, dtype),
+        "where": (local, bool),
+        "scale": ((*[1] * len(shape[1:]), local[-1]), dtype),
+        "bias": ((*shape[:-1], 1), dtype),
+    }
+    forward = [jax.ShapeDtypeStruct(*kinds[name]) for name in ("x", *names)]
+    mask = [jax.ShapeDtypeStruct(*kinds["where"])] if "where" in names else []
+    results = forward[0]
+
+    def steps(function, *operands):
+        """Row programs and collectives, in their order."""
+        found = []
+        for eqn in jax.make_jaxpr(function, axis_env=[(DEVICES, 8)])(*operands).eqns:
+            if eqn.primitive is primitive.row_program_p:
+                found.append("kernel")
+                row_call(eqn.params["jaxpr"], GPUS[90])
+                continue
+            if eqn.primitive.name in ("pmax", "psum"):
+                found.append(eqn.primitive.name)
+            sizes = [v.aval.size for v in (*eqn.invars, *eqn.outvars)]
+            assert max(sizes) <= max(rows, parts.columns), eqn
+        return found
+
+    for log in (False, True):
+        f = functools.partial(parts.forward, names=("x", *names), factor=0.5, log=log)
+        assert steps(f, *forward) == ["kernel", "pmax", "psum", "kernel"]
+    for form in (softmax.SOFTMAX, softmax.LOG_JVP, softmax.LOG_VJP):
+        f = functools.partial(parts.backward, factor=0.5, form=form)
+        assert steps(f, results, results, *mask) == ["kernel", "psum", "kernel"]
+
+
+@pytest.mark.skipif(not row_emulator.supported(), reason="kernels run on the CPU with g++ on Linux")
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@operands_of_softmax
+def test_kernels_of_parts(log, dtype, names, monkeypatch):
+    """The kernels' text, run on a CPU: values, tangents and gradients of rows that eight devices cut unevenly."""
+
+    def run(*operands, jaxpr):
+        closed = primitive.typed(jaxpr, [jax.typeof(x) for x in operands])
+        avals = [(a.shape, a.dtype) for a in closed.out_avals]
+        return [
+            jnp.asarray(a) for a in row_emulator.run(row_call(closed, GPUS[90]), operands, avals)
+        ]
+
+    monkeypatch.setattr(primitive.row_program_p, "impl", run)
+    columns, floor = 49, 16 if dtype == "float32" else 2  # a bfloat16 is rounded once
+    given, t = special_rows(names, columns, dtype), rand((ROWS, columns), 43, dtype)
+    parts = Parts((ROWS, columns))
+    cut = [parts.cut(a) if a.shape[1] > 1 else a for a in given.values()]
+    forward = functools.partial(parts.forward, names=tuple(given), factor=1.0, log=log)
+    with jax.disable_jit():
+        y = parts.on_each(forward, *cut)
+    wanted = (oracle.log_softmax if log else oracle.softmax)(**given)
+    oracle.assert_close(parts.joined(y), wanted, dtype, floor=floor)
+
+    mask = [parts.cut(given["where"])] if "where" in names else []
+    keep = given.get("where", True)
+    y64, t64 = oracle.f64(parts.joined(y)), np.where(keep, oracle.f64(t), 0)
+    p = np.exp(y64) if log else y64
+    for form in (softmax.LOG_JVP, softmax.LOG_VJP) if log else (softmax.SOFTMAX,):
+        backward = functools.partial(parts.backward, factor=0.5, form=form)
+        with jax.disable_jit():
+            got = parts.on_each(backward, y, parts.cut(t), *mask)
+        outer, inner = (1, p) if form == softmax.LOG_JVP else (p, 1) if log else (p, p)
+        first = t64 if log else p * t64
+        second = outer * np.sum(inner * t64, 1, keepdims=True)
+        wanted = np.where(keep, 0.5 * (first - second), 0)
+        size = np.abs(first) + outer * np.sum(inner * np.abs(t64), 1, keepdims=True)
+        size = np.where(np.isfinite(size), size, 0)
+        oracle.assert_close(parts.joined(got), wanted, dtype, floor=floor, size=size)
 
 
 # ---- sizes that devices do not divide ----

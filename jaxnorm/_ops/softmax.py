@@ -40,7 +40,7 @@ from jaxnorm._primitive.rules import (
     total_tangents,
     zero,
 )
-from jaxnorm._rows.named import row_plan
+from jaxnorm._rows.named import row_plan, row_program
 from jaxnorm._sharding import Along
 
 # Optional operands in the attribute `operands` (ffi/cpu/softmax_call.h).
@@ -183,67 +183,139 @@ def _softmax(op, x, axis, where, scale, bias, implementation, log):
 # ---- formulas ----
 
 
-def _shifted(x, where, scale, bias, factor, row):
-    """The distance of z from the maximum of its row; -inf where masked.
+def _scores(given, factor, where):
+    """What is largest where z is: z, or x with the sign of the factor if that is all there is; -inf where masked."""
+    x = given["x"].astype(acc_dtype(given["x"].dtype))
+    if "scale" not in given and "bias" not in given:
+        scores = x if factor >= 0 else -x
+    else:
+        scores = x * factor
+        if "scale" in given:
+            scores = scores * given["scale"].astype(scores.dtype)
+        if "bias" in given:
+            scores = scores + given["bias"].astype(scores.dtype)
+    return scores if where is None else jnp.where(where, scores, -jnp.inf)
+
+
+def _shifted(scores, top, names, factor, where=None):
+    """The distance of z from the maximum of its row, given the scores and their maximum; -inf where masked.
 
     Compilers contract a product and the difference behind it into one operation, which does not round the product. Of a
     large one, the distance from the maximum, which is rounded, would be large too. So what is multiplied by a number is
     the difference; of a product with an array, the distance is 0 where it is the maximum, and NaN if that is infinite.
     """
-
-    def kept(v):
-        return v if where is None else jnp.where(where, v, -jnp.inf)
-
-    if scale is None and bias is None:
-        x = kept(x if factor >= 0 else -x)
-        return kept((x - row.max(x)) * abs(factor))
-    z = x * factor
-    if scale is not None:
-        z = z * scale.astype(z.dtype)
-    if bias is not None:
-        z = kept(z + bias.astype(z.dtype))
-        return z - row.max(z)
-    z = kept(z)
-    top = row.max(z)
-    return jnp.where(z == top, top - top, jnp.minimum(z - top, np.zeros((), z.dtype)))
+    if "bias" in names:
+        return scores - top
+    if "scale" in names:
+        below = jnp.minimum(scores - top, np.zeros((), scores.dtype))
+        return jnp.where(scores == top, top - top, below)
+    shifted = (scores - top) * abs(factor)
+    return shifted if where is None else jnp.where(where, shifted, -jnp.inf)
 
 
-def _fwd_reference(*operands, names, axes, factor, log, implementation=None, blocks=None):
-    del implementation
-    given = by_name(names, operands)
-    x, where = given["x"], given.get("where")
-    row = Along(axes, blocks)
-    z = x.astype(acc_dtype(x.dtype))
-    shifted = _shifted(z, where, given.get("scale"), given.get("bias"), factor, row)
-    if log:
-        y = shifted - jnp.log(row.sum(jnp.exp(shifted)))
-        masked = -jnp.inf
-    else:
-        e = jnp.exp(shifted)
-        y = e / row.sum(e)
-        masked = 0
+def _normalised(shifted, total, log, where, dtype):
+    """The result, given the sum of exp(shifted) along the row."""
+    y = shifted - jnp.log(total) if log else jnp.exp(shifted) / total
     if where is not None:
-        y = jnp.where(where, y, masked)
-    return [y.astype(x.dtype)]
+        y = jnp.where(where, y, -jnp.inf if log else 0)
+    return y.astype(dtype)
 
 
-def _bwd_reference(y, t, *where, axes, factor, form, implementation=None, blocks=None):
+def _fwd_reference(*operands, names, axes, factor, log, implementation=None):
     del implementation
-    total = Along(axes, blocks).sum
+    row, given = Along(axes), by_name(names, operands)
+    where = given.get("where")
+    scores = _scores(given, factor, where)
+    shifted = _shifted(scores, row.max(scores), names, factor, where)
+    total = row.sum(jnp.exp(shifted))
+    return [_normalised(shifted, total, log, where, given["x"].dtype)]
+
+
+def _fwd_on_part(*operands, names, axes, factor, log, blocks, implementation=None):
+    """Forward on a device's part of each row, in two row programs.
+
+    The first makes the maximum of the part and the sum of exponentials from it; the second, which has no reduction, the
+    result from those of the whole row. A part with nothing but -inf has the lowest finite number for its maximum, from
+    which -inf has a distance: its sum is 0. A row of such parts has the sum 0 and is NaN, as on one device.
+    """
+    del implementation
+    padding = _padding(blocks, axes)
+
+    def numbers(*operands):
+        row, given = Along(axes), by_name((*names, *padding), operands)
+        masks = [given[n] for n in ("where", "inside") if n in given]
+        where = functools.reduce(jnp.logical_and, masks) if masks else None
+        scores = _scores(given, factor, where)
+        top = jnp.maximum(row.max(scores), jnp.finfo(scores.dtype).min)
+        return [top, row.sum(jnp.exp(_shifted(scores, top, names, factor, where)))]
+
+    def result(*operands):
+        *operands, top, total = operands
+        given = by_name(names, operands)
+        where = given.get("where")
+        shifted = _shifted(_scores(given, factor, where), top, names, factor, where)
+        return [_normalised(shifted, total, log, where, given["x"].dtype)]
+
+    top, total = row_program(numbers)(*operands, *padding.values())
+    row_top = blocks.pmax(top, axes)
+    # A sum of 0 stays 0 where its distance, from a maximum of nothing, is infinite and the factor 0.
+    rescaled = jnp.where(total == 0, total, total * jnp.exp(_shifted(top, row_top, names, factor)))
+    return row_program(result)(*operands, row_top, blocks.psum(rescaled, axes))
+
+
+def _bwd_summand(y, t, form):
+    """What backward sums along the row."""
+    if form == SOFTMAX:
+        return y * t
+    return jnp.exp(y) * t if form == LOG_JVP else t
+
+
+def _bwd_result(y, t, total, *where, factor, form):
+    """Backward, given the sum of the summands along the row."""
+    if form == SOFTMAX:
+        out = y * (t - total)
+    elif form == LOG_JVP:
+        out = t - total
+    else:
+        out = t - jnp.exp(y) * total
+    out = out * factor
+    return jnp.where(where[0], out, 0) if where else out
+
+
+def _bwd_reference(y, t, *where, axes, factor, form, implementation=None):
+    del implementation
     dtype = y.dtype
     y, t = y.astype(acc_dtype(dtype)), t.astype(acc_dtype(dtype))
     if where:
         t = jnp.where(where[0], t, 0)
-    if form == SOFTMAX:
-        out = y * (t - total(y * t))
-    elif form == LOG_JVP:
-        out = t - total(jnp.exp(y) * t)
-    else:
-        out = t - jnp.exp(y) * total(t)
-    out = out * factor
-    if where:
-        out = jnp.where(where[0], out, 0)
-    return [out.astype(dtype)]
+    total = Along(axes).sum(_bwd_summand(y, t, form))
+    return [_bwd_result(y, t, total, *where, factor=factor, form=form).astype(dtype)]
+
+
+def _bwd_on_part(y, t, *where, axes, factor, form, blocks, implementation=None):
+    """Backward on a device's part of each row, in two row programs: the sum of the part, and the result."""
+    del implementation
+    dtype = y.dtype
+
+    def part_sum(y, t, *masks):
+        summand = _bwd_summand(y.astype(acc_dtype(dtype)), t.astype(acc_dtype(dtype)), form)
+        for mask in masks:
+            summand = jnp.where(mask, summand, 0)
+        return [Along(axes).sum(summand)]
+
+    def result(y, t, total, *where):
+        y, t = y.astype(total.dtype), t.astype(total.dtype)
+        return [_bwd_result(y, t, total, *where, factor=factor, form=form).astype(dtype)]
+
+    padding = _padding(blocks, axes)
+    (total,) = row_program(part_sum)(y, t, *where, *padding.values())
+    return row_program(result)(y, t, blocks.psum(total, axes), *where)
+
+
+def _padding(blocks, axes) -> dict:
+    """The operand that says which elements of a device's part are no padding, if it has any."""
+    inside = blocks.inside(axes)
+    return {} if inside is None else {"inside": inside}
 
 
 # ---- shapes and shardings, the same for both primitives ----
@@ -276,9 +348,9 @@ def _of_one_axis(bind, *, axes, **params):
     return call
 
 
-def _local(reference, blocks, _, *, axes, **params):
-    # Rows are independent. Only a sharded axis needs more: all-reduces of one maximum and one sum per row.
-    return partial(reference, **params, axes=axes, blocks=blocks) if blocks.cut(axes) else None
+def _local(on_part, blocks, _, *, axes, **params):
+    # Rows are independent. Only a sharded axis needs more: all-reduces of numbers per row.
+    return partial(on_part, **params, axes=axes, blocks=blocks) if blocks.cut(axes) else None
 
 
 def _batch(primitive, args, dims, *, axes, **params):
@@ -307,7 +379,7 @@ softmax_fwd_p = define_primitive(
     fits=_fits,
     kernel_form=_of_one_axis,
     sharding_rule=broadcast_sharding_rule,
-    partition=broadcast_partition(partial(_local, _fwd_reference)),
+    partition=broadcast_partition(partial(_local, _fwd_on_part)),
     plan=row_plan(_fwd_reference),
 )
 
@@ -371,7 +443,7 @@ softmax_bwd_p = define_primitive(
     fits=_fits,
     kernel_form=_of_one_axis,
     sharding_rule=broadcast_sharding_rule,
-    partition=broadcast_partition(partial(_local, _bwd_reference)),
+    partition=broadcast_partition(partial(_local, _bwd_on_part)),
     plan=row_plan(_bwd_reference),
     # The result for t. On CPUs that saves neither time nor memory.
     in_place=lambda *, platform, **_: (1, 0) if platform == "cuda" else None,

@@ -277,7 +277,8 @@ def _collect(program: Program) -> Program:
     """Results as sums of (value of the row) * (product of elements), with equal products merged.
 
     The factors of merged products are added once a row, and a factor of several products is taken out.
-    (x - r) * y is opened only where x is already shifted: x - mean stays whole.
+    (x - r) * y is opened only where x is already shifted: x - mean stays whole. So does x - r in a sum: where both are
+    large, r + s would lose the digits of a small s.
     """
     graph = program.graph
 
@@ -303,7 +304,7 @@ def _collected(graph, node):
 
 def _terms(graph, node, depth=0):
     """[(factor of the row, elements), ...]: the node is the sum of their products."""
-    if node.op in ("add", "sub") and node.column:
+    if node.op in ("add", "sub") and node.column and not _is_shift(node):
         second = _terms(graph, node.args[1], depth)
         if node.op == "sub":
             second = [(graph.neg(c), e) for c, e in second]
@@ -320,6 +321,13 @@ def _terms(graph, node, depth=0):
             rest = elements[:i] + elements[i + 1 :]
             return [(graph.mul(factor, c), e + rest) for c, e in _terms(graph, x, depth + 1)]
     return [(factor, elements)]
+
+
+def _is_shift(node) -> bool:
+    """Whether this is x - r or x + r: an element of no reduction, and a value of the row."""
+    return any(not a.column and not is_literal(a) for a in node.args) and all(
+        a.level == 0 for a in node.args if a.column
+    )
 
 
 def _factors(graph, node):

@@ -120,7 +120,7 @@ def split_classes(case: HeadCase, copy: timer.CopyRate) -> list[dict]:
             lambda f=step: jax.block_until_ready([f(logits) for _ in range(calls)])
         )
         ours = [e for e in events if "jaxnorm" in e.name]
-        seconds = sum(e.seconds for e in ours) / calls / len(devices)
+        seconds = sum(e.seconds for e in ours) / calls
         moved = passes * np.prod(shape) * 2 / len(devices)
         records.append(
             {

@@ -104,7 +104,7 @@ def linear_cross_entropy(
         "z_loss": _check.number(_OP, "z_loss", z_loss),
         "softcap": _positive("softcap", softcap, float),
         "chunk": _positive("chunk", chunk, int),
-        "skip": weights is not None and reduction != "none" and not return_stats,
+        "weighted": weights is not None,
         "implementation": implementation,
     }
     statistics = ("log_prob", "entropy") if return_stats else ()

@@ -48,8 +48,11 @@ _COTANGENTS = {"loss": "c", "log_prob": "g", "entropy": "h"}
 
 # Logits of fewer bytes are computed at once.
 _SMALL = 1 << 26
-# The fewest and the most tokens whose logits are computed at a time, by default.
-_TOKENS = 1024, 4096
+# The most tokens whose logits are computed at a time, by default. Products of fewer are slower, and each adds to the
+# gradient of w in memory once.
+_TOKENS = 2048
+# By default, tokens at a time are a multiple of this, which matrix units like.
+_MULTIPLE = 128
 
 bind = functools.partial(bind_named, _ORDER)
 
@@ -57,16 +60,12 @@ bind = functools.partial(bind_named, _ORDER)
 # ---- the tokens of a device ----
 
 
-def default_chunk(tokens: int, width: int, classes: int, itemsize: int) -> int:
-    """Tokens whose logits are computed at a time.
-
-    As many as x has features: then logits take the memory of w, and adding a product to w's gradient takes a fraction
-    of the product's time.
-    """
-    if tokens * classes * itemsize <= _SMALL:
+def default_chunk(tokens: int, classes: int, itemsize: int) -> int:
+    """Tokens whose logits are computed at a time."""
+    if tokens * classes * itemsize <= _SMALL or tokens <= _TOKENS:
         return max(1, tokens)
-    most = min(max(width, _TOKENS[0]), _TOKENS[1])
-    return -(-tokens // -(-tokens // most))
+    alike = -(-tokens // -(-tokens // _TOKENS))
+    return -(-alike // _MULTIPLE) * _MULTIPLE
 
 
 def _rows(u, labels, bias, mask, softcap) -> class_rows.Part:
@@ -99,9 +98,10 @@ def _token_results(numbers, labels, classes, wanted, *, smoothing, z_loss) -> di
 
 
 def _logits_gradient(part, numbers, valid, classes, c, g, h, *, smoothing, z_loss, softcap):
-    """The gradient of u, elementwise."""
+    """The gradient of u, elementwise. Rows of which no coefficient counts may hold NaN."""
     z, total = part.logits, numbers["total"]
     nothing = np.zeros((), z.dtype)
+    counts = [k != 0 for k in (c, g) if k is not None]
     lse = class_rows.log_sum_exp(numbers)
     p = part.kept(jnp.exp(z - numbers["top"]) / total)
     out = nothing
@@ -111,10 +111,12 @@ def _logits_gradient(part, numbers, valid, classes, c, g, h, *, smoothing, z_los
         out = of_p * p - c * part.target(smoothing, n if smoothing else None)
     if g is not None:
         out = out + g * (jnp.where(part.hit, np.ones((), z.dtype), nothing) - p)
-    out = part.kept(jnp.where(valid, out, nothing))
+    if counts:
+        out = part.kept(jnp.where(valid & functools.reduce(jnp.logical_or, counts), out, nothing))
     if h is not None:
         log_p = jnp.where(p == 0, nothing, z - numbers["top"] - jnp.log(total))
-        out = out - h * p * (log_p + class_rows.entropy(numbers))
+        of_entropy = h * p * (log_p + class_rows.entropy(numbers))
+        out = out - jnp.where(h == 0, nothing, of_entropy)
     if softcap:
         out = out * (1 - jnp.square(part.kept(z) / np.asarray(softcap, z.dtype)))
     return out
@@ -126,7 +128,7 @@ class _Device:
     Tokens are one dimension here.
     """
 
-    def __init__(self, given, results, *, class_axis, smoothing, z_loss, softcap, chunk, skip,
+    def __init__(self, given, results, *, class_axis, smoothing, z_loss, softcap, chunk, weighted,
                  implementation, blocks=None):  # fmt: skip
         self.given, self.results = given, results
         self.class_axis, self.softcap, self.blocks = class_axis, softcap, blocks
@@ -134,11 +136,18 @@ class _Device:
         self.entropy = "entropy" in results or "h" in given
         self.kernel = _plain if implementation == "xla" else row_program
         self.shared = blocks is not None and bool(blocks.cut((1,)))  # devices share the classes
-        self.skip = skip and not self.shared
+        self.weighted = weighted
+        #: whether tokens are left out whose coefficients are all 0
+        self.skips = (
+            weighted
+            and not self.shared
+            and any(k in given for k in _COTANGENTS.values())
+            and not {"log_prob", "entropy"} & set(results)
+        )
         x, w = given["x"], given["w"]
-        self.tokens, width = x.shape
+        self.tokens = x.shape[0]
         self.classes = blocks.shape[1] if blocks else w.shape[class_axis]
-        size = (self.tokens, width, w.shape[class_axis], x.dtype.itemsize)
+        size = (self.tokens, w.shape[class_axis], x.dtype.itemsize)
         self.chunk = min(chunk or default_chunk(*size), max(1, self.tokens))
 
     # ---- some tokens ----
@@ -243,42 +252,55 @@ class _Device:
 
     def _in_chunks(self, per_token) -> tuple[dict, list]:
         """(sums over tokens by name, what each token has)."""
-        whole, rest = divmod(self.tokens, self.chunk)
-        if not self.skip and whole + bool(rest) < 2:
+        count, rest = -(-self.tokens // self.chunk), self.tokens % self.chunk
+        if count < 2:
             return self._some(per_token, None)
 
-        def some(start, count):
-            return {n: jax.lax.dynamic_slice_in_dim(a, start, count) for n, a in per_token.items()}
+        def chunk(i):
+            start = jnp.minimum(i * self.chunk, self.tokens - self.chunk)
+            some = {
+                n: jax.lax.dynamic_slice_in_dim(a, start, self.chunk) for n, a in per_token.items()
+            }
+            if rest:  # the last chunk begins with tokens of the one before
+                new = start + jnp.arange(self.chunk, dtype=np.int32) >= i * self.chunk
+                for n in some.keys() & _COTANGENTS.values():
+                    some[n] = jnp.where(new, some[n], np.zeros((), some[n].dtype))
+            return some
 
-        parts, done = [], 0
-        if self.skip:
-            shapes = jax.eval_shape(self._some, some(0, self.chunk), None)[0]
-            sums = {n: jnp.zeros(s.shape, s.dtype) for n, s in shapes.items()}
+        first = chunk(np.int32(0))
+        if self.skips:
+            shapes = jax.eval_shape(self._some, first, None)[0]
+            sums, done = {n: jnp.zeros(s.shape, s.dtype) for n, s in shapes.items()}, 0
         else:  # the first product makes the sums, which need no zeros then
-            sums, columns = self._some(some(0, self.chunk), None)
-            parts, done = [[c[None] for c in columns]], 1
-        if whole > done:
+            (sums, columns), done = self._some(first, None), 1
+        numbers = jnp.arange(done, count, dtype=np.int32)
+        sums, more = jax.lax.scan(lambda sums, i: self._step(chunk(i), sums), sums, numbers)
+        if done:
+            more = [jnp.concatenate([c[None], m]) for c, m in zip(columns, more, strict=True)]
+        return sums, [self._flat(column, rest) for column in more]
 
-            def body(sums, i):
-                return self._unless_hidden(some(i * self.chunk, self.chunk), sums)
+    def _flat(self, column, rest):
+        """What each token has, from an array of chunks, of the last of which the `rest` at the end are new."""
+        shape = column.shape[2:]
+        if not rest:
+            return column.reshape(-1, *shape)
+        return jnp.concatenate([column[:-1].reshape(-1, *shape), column[-1, self.chunk - rest :]])
 
-            sums, columns = jax.lax.scan(body, sums, jnp.arange(done, whole, dtype=np.int32))
-            parts.append(columns)
-        parts = [[c.reshape(-1, *c.shape[2:]) for c in columns] for columns in parts]
-        if rest:
-            sums, columns = self._unless_hidden(some(whole * self.chunk, rest), sums)
-            parts.append(columns)
-        return sums, [jnp.concatenate(column) for column in zip(*parts, strict=True)]
-
-    def _unless_hidden(self, some, sums) -> tuple[dict, list]:
-        if not self.skip:
+    def _step(self, some, sums) -> tuple[dict, list]:
+        if not self.skips:
             return self._some(some, sums)
         shapes = jax.eval_shape(self._some, some, sums)[1]
 
         def nothing(_, sums):
             return sums, [jnp.zeros(s.shape, s.dtype) for s in shapes]
 
-        return jax.lax.cond(jnp.any(some["c"] != 0), self._some, nothing, some, sums)
+        return jax.lax.cond(jnp.any(self._counts(some)), self._some, nothing, some, sums)
+
+    def _counts(self, some):
+        """Which tokens have a coefficient that is not 0."""
+        return functools.reduce(
+            jnp.logical_or, (some[k] != 0 for k in _COTANGENTS.values() if k in some)
+        )
 
     def _some(self, some, sums) -> tuple[dict, list]:
         coefficients = {n: some[n] for n in ("c", "g", "h") if n in some and self._has_gradients}
@@ -293,7 +315,10 @@ class _Device:
             columns.append(_contract(du, w, 1, self.class_axis, kept))
         new = {}
         if "dw" in self.results:
-            pair = (some["x"], du) if self.class_axis == 1 else (du, some["x"])
+            x = some["x"]
+            if self.weighted:  # what is hidden may be NaN
+                x = jnp.where(self._counts(some)[:, None], x, np.zeros((), x.dtype))
+            pair = (x, du) if self.class_axis == 1 else (du, x)
             new["dw"] = _contract(*pair, 0, 0, dtype)
         if "dbias" in self.results:
             new["dbias"] = jnp.sum(du.astype(dtype), 0)
@@ -467,7 +492,7 @@ grad_p = _define("linear_cross_entropy_grad")
 
 def _losses(given, results, params) -> dict:
     """The loss and other results of each token."""
-    taken = given if params["skip"] else {n: v for n, v in given.items() if n != "c"}
+    taken = given if params["weighted"] else {n: v for n, v in given.items() if n != "c"}
     return bind(forward_p, taken, tuple(dict.fromkeys(("loss", *results))), params)
 
 
@@ -522,7 +547,7 @@ def _tangents_of(given, dots, results, params) -> dict:
     if not moving or not results:
         return {}
     fixed = only(given, ("x", "w", "labels", "bias", "where"))
-    return bind(tangent_p, fixed | moving, results, params | {"skip": False})
+    return bind(tangent_p, fixed | moving, results, params)
 
 
 def _forward_jvp(primals, tangents, *, names, results, **params):

@@ -52,6 +52,12 @@ MODELS = {
     "mamba 4x2048 bfloat16": ("state-space model", "8 layers, 4 × 2048 tokens"),
     "rl 8192x128256 bfloat16": ("policy-gradient loss", "8192 × 128256 logits"),
 }
+# The forms of `python -m bench.head`, the plain one first.
+HEADS = {
+    "optax": "optax, float32 logits",
+    "softmax_cross_entropy": "`softmax_cross_entropy(x @ w, labels)`",
+    "linear_cross_entropy": "`linear_cross_entropy(x, w, labels)`",
+}
 _DIRECTIONS = {
     "forward": "forward",
     "together": "both in one program",
@@ -335,6 +341,52 @@ def _steps() -> dict[str, list[dict]]:
     return steps
 
 
+def _head() -> Rows:
+    """Heads of language models: time and temporary memory of each form, and both against optax's."""
+    heads = (
+        "tokens × features, classes, bfloat16 | form | loss and both gradients | temporary memory"
+    )
+    rows = [heads.split(" | ")]
+    for case, forms in _heads().items():
+        plain = forms["optax"]
+        for name, label in HEADS.items():
+            cells = [_tokens(case) if name == "optax" else "", label]
+            rows.append([*cells, *_of_head(plain, forms[name])])
+    return rows
+
+
+def _of_head(plain: dict, record: dict) -> list[str]:
+    if record["error"]:
+        return ["–", "–"]
+    time = f"{record['seconds'] * 1e3:.1f} ms"
+    memory = f"{record['temporary_bytes'] / 1e9:.2f} GB"
+    if record is plain or plain["error"]:
+        return [time, memory]
+    speed = _ratio(plain["seconds"] / record["seconds"])
+    return [
+        f"{time}, {speed}",
+        f"{memory}, {record['temporary_bytes'] / plain['temporary_bytes']:.2f}",
+    ]
+
+
+def _heads() -> dict[str, dict[str, dict]]:
+    """Records of each head by form."""
+    heads: dict[str, dict[str, dict]] = {}
+    for record in _run("head")["records"]:
+        heads.setdefault(record["case"], {})[record["implementation"]] = record
+    return heads
+
+
+def _sizes(case: str) -> list[int]:
+    """Tokens, features and classes of a head by its label."""
+    return [int(n) for n in case.split()[1].split("x")]
+
+
+def _tokens(case: str) -> str:
+    tokens, width, classes = _sizes(case)
+    return f"{tokens} × {width}, {classes}"
+
+
 def _fuse() -> Rows:
     """Each row program at the size that users have; headings alone where no file has figures."""
     records = _row_programs()
@@ -404,6 +456,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         )
     },
     "program": _program,
+    "head": _head,
     "fuse": _fuse,
     "train": _train,
     "losses": _losses,
@@ -482,9 +535,44 @@ def _models_losses() -> str:
     )
 
 
+def _head_card() -> str:
+    header = _header("head")
+    jax = header["versions"]["jax"]
+    return (
+        f"The loss and the gradients of x and w in one jit, on one {header['device']}, jax {jax}: "
+        "time and temporary memory, and against optax's in the same run its time divided by this one's (above 1 is "
+        "faster) and the part of its memory."
+    )
+
+
+def _head_losses() -> str:
+    """Where linear_cross_entropy takes more than the loss of whole logits, and what bounds its memory."""
+    lost, bounds = [], []
+    for case, forms in _heads().items():
+        _, width, classes = _sizes(case)
+        sums = 4 * width * classes
+        bounds.append((sums / forms["optax"]["temporary_bytes"], sums, _tokens(case)))
+        whole, ours = forms["softmax_cross_entropy"], forms["linear_cross_entropy"]
+        if whole["error"] or ours["error"]:
+            continue
+        for key, what in (("seconds", "time"), ("temporary_bytes", "memory")):
+            ratio = f"{ours[key] / whole[key]:.2f}"
+            if float(ratio) > 1:
+                lost.append(f"{ratio} of the {what} ({_tokens(case)})")
+    than = "than `softmax_cross_entropy(x @ w, labels)`"
+    found = f"more {than}: {', '.join(lost)}" if lost else f"no more time or memory {than}"
+    part, sums, case = max(bounds)
+    return (
+        f"`linear_cross_entropy` takes {found}. The float32 sums of w's gradient alone are {sums / 1e9:.1f} GB for "
+        f"{case}. That is {part:.2f} of optax's memory, and `linear_cross_entropy` cannot take less there."
+    )
+
+
 TEXTS: dict[str, Callable[[], str]] = {
     "models/speed": _models_speed,
     "card": functools.partial(_card, DEVICE, (*REPORTED, "program")),
+    "head/card": _head_card,
+    "head/losses": _head_losses,
     "h100/card": functools.partial(_card, "h100", (*NORMS, "batch_norm")),
     "h200/card": functools.partial(
         _card, "h200", [name for name in REPORTED if name != "batch_norm_inference"]

@@ -1,8 +1,8 @@
 """Trains a small causal transformer on Python source with Flax and with jaxnorm, and compares.
 
 One token is one character of `argparse.py`, which every Python has. Flax Linen; LayerNorm in front of
-attention (softmax) and of two dense layers, cross-entropy (log_softmax). Same seed, same batches, same
-Adam: only `LIBRARIES` differs. Ends in a line that each model wrote.
+attention (softmax) and of two dense layers, cross-entropy of a dense layer's logits. Same seed, same batches,
+same Adam: only `LIBRARIES` differs. Ends in a line that each model wrote.
 
     python examples/transformer.py [--norm flax|autofuse|jaxnorm|both] [--steps 300] [--plot transformer.png] [--seed 0]
 
@@ -36,19 +36,32 @@ class Library(NamedTuple):
 
     layer_norm: type[nn.Module]
     softmax: Callable
-    log_softmax: Callable
+    head_loss: Callable
+
+
+def head_loss(head: nn.Dense, x, labels):
+    """Mean loss of the logits that the head makes of features x."""
+    log_p = jax.nn.log_softmax(head(x).astype(jnp.float32))
+    return -jnp.take_along_axis(log_p, labels[..., None], axis=-1).mean()
+
+
+def linear_head_loss(head: nn.Dense, x, labels):
+    """The same, with the logits of some tokens at a time in memory."""
+    params = head.variables["params"]
+    kernel, bias = params["kernel"].astype(x.dtype), params["bias"]
+    return jaxnorm.linear_cross_entropy(x, kernel, labels, bias=bias)
 
 
 LIBRARIES = {
     "flax": Library(
         nn.LayerNorm,
         lambda x, where, scale: jax.nn.softmax(x * scale, where=where),
-        jax.nn.log_softmax,
+        head_loss,
     ),
     "jaxnorm": Library(
         jnn.LayerNorm,
         lambda x, where, scale: jaxnorm.softmax(x, where=where, scale=scale),
-        jaxnorm.log_softmax,
+        linear_head_loss,
     ),
 }
 
@@ -103,6 +116,8 @@ def batches(text: Text, options) -> list[tuple[np.ndarray]]:
 class Transformer(nn.Module):
     """[batch, length] tokens -> [batch, length, tokens] logits of the token after each.
 
+    With labels, the tokens after each: the mean loss of these.
+
     Attributes:
       library: one of `LIBRARIES`.
       tokens: how many there are.
@@ -122,23 +137,22 @@ class Transformer(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, labels=None):
         place = self.param("place", nn.initializers.normal(0.02), (self.length, self.width))
         x = nn.Embed(self.tokens, self.width, dtype=self.dtype)(x)
         x = x + place[: x.shape[1]].astype(self.dtype)
         for _ in range(self.layers):
             x = Block(self.library, self.heads, self.dtype)(x)
         x = self.library.layer_norm(dtype=self.dtype)(x)
-        return nn.Dense(self.tokens, dtype=self.dtype)(x)
+        head = nn.Dense(self.tokens, dtype=self.dtype)
+        return head(x) if labels is None else self.library.head_loss(head, x, labels)
 
 
 def model_of(network: Transformer, seed: int) -> _training.Model:
     """The loss is a function of parameters and of tokens, each the target of those before it."""
 
     def loss_of(params, rest, tokens):
-        logits = network.apply({"params": params}, tokens[:, :-1])
-        log_p = network.library.log_softmax(logits.astype(jnp.float32))
-        return -jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1).mean(), rest
+        return network.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]), rest
 
     start = jax.jit(network.init)(jax.random.key(seed), jnp.zeros((1, network.length), jnp.int32))
     return _training.Model(loss_of, start["params"], None)

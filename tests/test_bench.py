@@ -680,11 +680,12 @@ def test_pages_have_all_tables():
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """Result files of made-up figures: of every case for a GPU, direction and peer, and of the real training steps.
+    """Result files of made-up figures: of every case for a GPU, direction and peer; of the real steps and heads.
 
     Row i of a file takes i + 1 microseconds at half of the copy rate, XLA's twice as long and PyTorch's three times.
     """
-    for name in (f"{tables.TRAIN_DEVICE}-train.json", f"{tables.DEVICE}-models.json"):
+    real = (f"{tables.TRAIN_DEVICE}-train", f"{tables.DEVICE}-models", f"{tables.DEVICE}-head")
+    for name in (f"{stem}.json" for stem in real):
         timing.write_json(tmp_path / name, timing.read_json(tables.RESULTS / name))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for device in ("h100", "h200"):
@@ -756,7 +757,7 @@ def test_pages_can_be_filled(page, results):
         head, line, *rows = table.splitlines()
         assert {row.count("|") for row in (line, *rows)} <= {head.count("|")}, name
         assert len(rows) >= (0 if name == "losses" else 3), name
-        others = ("summary", "program", "fuse", "train", "models", "losses")
+        others = ("summary", "program", "head", "fuse", "train", "models", "losses")
         if "/" not in name and name not in others:
             assert "forward: time, of copy, XLA, PyTorch | both in one program |" in head
     said = " ".join(filled.split())
@@ -832,6 +833,62 @@ def test_models_are_those_of_the_training_steps():
     expected = [(case.label, name) for case in full for name in case.implementations]
     assert [(r["case"], r["implementation"]) for r in records] == expected
     assert {len(r["losses"]) for r in records} == {train.LOSSES}
+
+
+def test_table_of_heads(results):
+    """Time and memory against optax's, where linear_cross_entropy loses, and what a failure looks like."""
+    path = results / f"{tables.DEVICE}-head.json"
+    forms = {
+        "optax": (0.04, 8),
+        "softmax_cross_entropy": (0.02, 4),
+        "linear_cross_entropy": (0.021, 2),
+    }
+
+    def change(r):
+        seconds, gigabytes = forms[r["implementation"]]
+        return {"seconds": seconds, "temporary_bytes": gigabytes * 10**9, "error": None}
+
+    _change(path, change)
+    _, *rows = tables.TABLES["head"]()
+    assert [row[0] for row in rows] == [
+        "16384 × 2048, 128256",
+        "",
+        "",
+        "8192 × 4096, 128256",
+        "",
+        "",
+    ]
+    assert [row[2:] for row in rows[:3]] == [
+        ["40.0 ms", "8.00 GB"],
+        ["20.0 ms, 2.00×", "4.00 GB, 0.50"],
+        ["21.0 ms, 1.90×", "2.00 GB, 0.25"],
+    ]
+    said = tables.TEXTS["head/losses"]()
+    assert (
+        "labels)`: 1.05 of the time (16384 × 2048, 128256), 1.05 of the time (8192 × 4096" in said
+    )
+    assert "of the memory (" not in said
+    assert "2.1 GB for 8192 × 4096, 128256. That is 0.26 of optax's memory" in said
+    forms["linear_cross_entropy"] = (0.02, 5)
+    _change(path, change)
+    said = tables.TEXTS["head/losses"]()
+    assert "labels)`: 1.25 of the memory (16384 × 2048, 128256), 1.25 of the memory (8192" in said
+    forms["linear_cross_entropy"] = (0.01, 4)
+    _change(path, change)
+    assert "takes no more time or memory than" in tables.TEXTS["head/losses"]()
+    _change(path, lambda r: {"error": "no memory" if r["implementation"] == "optax" else None})
+    assert tables.TABLES["head"]()[1][2:] == ["–", "–"]
+    assert tables.TABLES["head"]()[3][2:] == ["10.0 ms", "4.00 GB"]
+
+
+def test_heads_are_those_of_the_benchmark():
+    """The file has every head of `python -m bench.head --cases full` in all forms."""
+    head = pytest.importorskip("bench.head")
+    records = timing.read_json(tables.RESULTS / f"{tables.DEVICE}-head.json")["records"]
+    expected = [(case.label, name) for case in head.CASES["full"] for name in tables.HEADS]
+    assert [(r["case"], r["implementation"]) for r in records] == expected
+    assert list(head.forms()) == list(tables.HEADS)
+    assert not any(r["error"] for r in records)
 
 
 def test_summary_and_losses(results):
@@ -1054,3 +1111,92 @@ def test_recomputing_step():
     assert computed[0] < 0.75 * kept[0]
     for got, want in zip(*map(jax.tree.leaves, (computed[1:], kept[1:])), strict=True):
         np.testing.assert_allclose(oracle.f64(got), oracle.f64(want), rtol=0.02, atol=0.02)
+
+
+# ---- heads of language models ----
+
+
+def test_heads(tmp_path, capsys, monkeypatch):
+    """The small head, from the command line to the file, which `bench.compare` reads."""
+    head = pytest.importorskip("bench.head")
+    path = tmp_path / "head.json"
+    monkeypatch.setenv("COLUMNS", "150")
+    assert head.main(["--json", str(path), "--chunks", "16"]) == 0
+    run = timing.read_json(path)
+    records = compare.index(run)
+    names = [*head.forms(), "linear_cross_entropy, 16 tokens"]
+    (case,) = head.CASES["ci"]
+    assert list(records) == [("head", case.label, "both", name) for name in names]
+    plain, *others = records.values()
+    for record in records.values():
+        assert record["error"] is None
+        assert record["seconds"] > 0
+        assert record["ratio"] == record["seconds"] / plain["seconds"]
+    for record in others:
+        np.testing.assert_allclose(record["loss"], plain["loss"], rtol=1e-3)
+    # Logits of a quarter of the tokens at a time.
+    assert 0 < others[-1]["temporary_bytes"] < plain["temporary_bytes"]
+    assert {row["verdict"] for row in compare.compare(run, run)} == {"same"}
+    out = capsys.readouterr().out
+    assert f"{case.label}  " in out
+    assert "linear_cross_entropy, 16 tokens" in out
+
+
+def test_gradients_of_heads():
+    """Each form has the gradients of x and w, of the same loss."""
+    head = pytest.importorskip("bench.head")
+    (case,) = head.CASES["ci"]
+    args = case.arguments()
+    plain, *others = (
+        jax.jit(jax.grad(loss, (0, 1)))(*args) for loss in head.forms(chunks=[48]).values()
+    )
+    for found in others:
+        for got, want in zip(found, plain, strict=True):
+            assert got.dtype == want.dtype == jnp.bfloat16
+            scale = float(np.abs(oracle.f64(want)).max())
+            np.testing.assert_allclose(oracle.f64(got), oracle.f64(want), atol=0.02 * scale)
+
+
+def test_heads_that_fail(tmp_path, monkeypatch, capsys):
+    """Optax's failure is a record, jaxnorm's is the exit status too."""
+    head = pytest.importorskip("bench.head")
+
+    def refuse(*args):
+        raise ValueError("no memory")
+
+    path = tmp_path / "head.json"
+    for name, status in (("_optax", 0), ("_unchunked", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(head, name, refuse)
+            assert head.main(["--json", str(path)]) == status
+        errors = [r["error"] for r in timing.read_json(path)["records"]]
+        expected = [None, None, None]
+        expected[status] = "ValueError: no memory"
+        assert errors == expected
+        assert f"{list(head.forms())[status]}: ValueError: no memory" in capsys.readouterr().out
+
+
+def test_split_heads(tmp_path, monkeypatch, capsys):
+    """Kernels of one device against a copy: its part of the logits read forward; read twice and written in both."""
+    head = pytest.importorskip("bench.head")
+
+    def trace(body):
+        body()
+        step = [timer.Event("jaxnorm_cross_entropy", 2e-6), timer.Event("loop_fusion", 1.0)]
+        return step * 5
+
+    monkeypatch.setattr(timer, "trace_events", trace)
+    path = tmp_path / "head.json"
+    assert head.main(["--split", "--json", str(path)]) == 0
+    run = timing.read_json(path)
+    (case,) = head.CASES["ci"]
+    moved = case.tokens * case.classes * 2 / len(jax.devices())
+    rate = run["header"]["copy"]["bytes_per_second"]
+    for record, passes in zip(run["records"], (1, 3), strict=True):
+        assert record["seconds"] == pytest.approx(2e-6)
+        assert record["share_of_copy"] == pytest.approx(passes * moved / 2e-6 / rate)
+    assert "forward" in capsys.readouterr().out
+    monkeypatch.setattr(timer, "trace_events", lambda body: [timer.Event("loop_fusion", 1.0)])
+    assert head.main(["--split", "--json", str(path)]) == 1
+    errors = {r["error"] for r in timing.read_json(path)["records"]}
+    assert errors == {"no kernel of jaxnorm's ran"}

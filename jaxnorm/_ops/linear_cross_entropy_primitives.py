@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching
 
 from jaxnorm._ops import class_rows
 from jaxnorm._primitive.arithmetic import acc_dtype
-from jaxnorm._primitive.avals import aval_like, spec_of
+from jaxnorm._primitive.avals import aval_like, spec_of, vary_alike
 from jaxnorm._primitive.define import define_formula, define_partitioned
 from jaxnorm._primitive.named import bind_named, by_name, only
 from jaxnorm._primitive.partition import Partition, sharding_factors
@@ -516,7 +516,10 @@ def _total_abstract(*avals, names, results, **params):
 
 
 total_p = define_formula(
-    "linear_cross_entropy_total", abstract=_total_abstract, formula=_total_formula
+    "linear_cross_entropy_total",
+    abstract=_total_abstract,
+    formula=_total_formula,
+    of_kernels=True,
 )
 
 
@@ -534,7 +537,20 @@ def _tangent_formula(*operands, names, results, **params):
 
 
 tangent_p = define_formula(
-    "linear_cross_entropy_tangent", abstract=_abstract, formula=_tangent_formula
+    "linear_cross_entropy_tangent", abstract=_abstract, formula=_tangent_formula, of_kernels=True
+)
+
+
+def _inner_formula(a, b):
+    dtype = acc_dtype(a.dtype)
+    return [jnp.sum(a.astype(dtype) * b.astype(dtype))]
+
+
+# sum(a * b) of arrays of 16 bits, whose transpose keeps them in 16 bits.
+inner_p = define_formula(
+    "inner_product",
+    abstract=lambda a, _: [aval_like(a, (), acc_dtype(a.dtype), ())],
+    formula=_inner_formula,
 )
 
 
@@ -567,7 +583,7 @@ def _total_jvp(primals, tangents, *, names, results, **params):
     else:
         out = _losses(given, results[1:], params)
     c, seen = given["c"], _seen(out["loss"], given["c"])
-    terms = [jnp.sum(out[n].astype(seen.dtype) * t.astype(seen.dtype)) for n, t in moving.items()]
+    terms = [inner_p.bind(*vary_alike(out[n], t))[0] for n, t in moving.items()]
     if is_present(dots["c"]):
         terms.append(jnp.sum(seen * dots["c"]))
     total = jnp.sum(c * seen)
@@ -606,6 +622,38 @@ def _tangent_transpose(cotangents, *operands, names, results, **params):
     return [found.get(n) for n in names]
 
 
+def _inner_jvp(primals, tangents):
+    a, b = primals
+    (result,) = inner_p.bind(a, b)
+    terms = [
+        inner_p.bind(*pair)[0]
+        for pair in ((tangents[0], b), (a, tangents[1]))
+        if all(map(is_present, pair))
+    ]
+    return [result], [add(*terms)]
+
+
+def _inner_transpose(cotangents, a, b):
+    (ct,) = cotangents
+    found = []
+    for this, other in ((a, b), (b, a)):
+        if not ad.is_undefined_primal(this):
+            found.append(None)
+        elif not is_present(ct):
+            found.append(ad.Zero(this.aval))
+        else:
+            found.append((ct * other.astype(ct.dtype)).astype(this.aval.dtype))
+    return found
+
+
+def _inner_batch(args, dims):
+    summed = jax.vmap(_inner_formula, [NOT_MAPPED if d is NOT_MAPPED else d for d in dims])
+    return summed(*args), [0]
+
+
+ad.primitive_jvps[inner_p] = _inner_jvp
+ad.primitive_transposes[inner_p] = _inner_transpose
+batching.primitive_batchers[inner_p] = _inner_batch
 ad.primitive_jvps[forward_p] = _forward_jvp
 ad.primitive_jvps[total_p] = _total_jvp
 ad.primitive_jvps[tangent_p] = functools.partial(_formula_jvp, tangent_p, _tangent_formula)

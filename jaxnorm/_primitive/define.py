@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
-from jax._src import dispatch  # private: see the last line of `_register`
+from jax._src import dispatch  # private: see `_needs_devices`
 from jax._src.interpreters.mlir import lower_per_platform  # private: see `lower_by_platform`
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.extend.core import Primitive
@@ -37,15 +37,34 @@ from jaxnorm._primitive.partition import (
 FORMULAS: dict[str, Callable] = {}
 
 
-def define_formula(name: str, *, abstract: Callable, formula: Callable) -> Primitive:
-    """Builds a primitive that is the formula on every platform: XLA fuses it, rules of our own differentiate it."""
+def define_formula(
+    name: str, *, abstract: Callable, formula: Callable, of_kernels: bool = False
+) -> Primitive:
+    """Builds a primitive that is the formula on every platform: XLA fuses it, rules of our own differentiate it.
+
+    Args:
+      name: stem of the primitive's name.
+      abstract: (*avals, **params) -> list of result avals.
+      formula: (*operands, **params) -> list of results.
+      of_kernels: whether the formula binds primitives that devices may share.
+    """
     FORMULAS[_lib.TARGET_PREFIX + name] = formula
     primitive = Primitive(_lib.TARGET_PREFIX + name)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(formula, multiple_results=True))
+    if of_kernels:
+        _needs_devices(primitive)
     return primitive
+
+
+def _needs_devices(primitive: Primitive) -> None:
+    """Makes jit tell the devices while calls are lowered, which custom_partitioning needs.
+
+    jit decides by looking for primitives in this set, and does not see through a lowering rule.
+    """
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def define_dce(primitive: Primitive, prune: Callable) -> None:
@@ -304,9 +323,7 @@ def _register(
         )
 
     mlir.register_lowering(primitive, lower_by_platform, cacheable=cacheable)
-    # custom_partitioning needs the devices while its call is lowered. jit decides by looking for primitives in this
-    # set, and does not see through a lowering rule.
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    _needs_devices(primitive)
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

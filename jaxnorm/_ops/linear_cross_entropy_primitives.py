@@ -387,9 +387,12 @@ def _sharding_rule(_, operand_shapes, result_shapes, *, names, results, class_ax
     sizes |= zip(_dims("w", rank, class_axis), operand_shapes[1], strict=True)
 
     def factors(name, shape):
+        # Nothing follows for tokens from how the features of w are sharded, nor from how a broadcast dimension is.
+        of_features = "x_d" if name in ("x", "dx") else "d"
         dims = zip(_dims(name, rank, class_axis), shape, strict=True)
-        # Nothing follows from how a broadcast dimension is sharded.
-        return tuple(d if n == sizes[d] else f"{name}_{d}" for d, n in dims)
+        return tuple(
+            of_features if d == "d" else d if n == sizes[d] else f"{name}_{d}" for d, n in dims
+        )
 
     return sharding_factors(
         [factors(*pair) for pair in zip(names, operand_shapes, strict=True)],

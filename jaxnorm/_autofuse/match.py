@@ -82,32 +82,28 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart:
+class Apart(Operand):
     """An array that the operation takes in dimensions of its own, as a matrix product takes its second operand.
 
+    `terms` and `axes` are in these dimensions.
+
     Attributes:
-      operand: the array, with `axes`, in these dimensions.
       shape: their sizes.
     """
 
-    operand: Operand
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, ref: Ref, shape) -> "Apart":
-        return cls(dataclasses.replace(Operand.of(ref), axes=tuple(range(len(shape)))), shape)
+    def whole(cls, ref: Ref, shape) -> "Apart":
+        return cls(Operand.of(ref).terms, tuple(range(len(shape))), shape)
 
     def moved(self, place: Mapping) -> "Apart":
         """The same: it has none of the dimensions of x."""
         return self
 
-    @property
-    def refs(self) -> list[Ref]:
-        return self.operand.refs
-
     def array(self, shape, read: Callable[[Node], tuple[Any, Mapping]]):
         """Its value, as that of an Operand; the shape of x makes no difference."""
-        return self.operand.array(self.shape, read)
+        return super().array(self.shape, read)
 
 
 @dataclasses.dataclass
@@ -135,7 +131,7 @@ class Match:
     operation: str
     output: Value
     x: Ref
-    operands: dict[str, Operand | Apart]
+    operands: dict[str, Operand]
     axes: tuple[int, ...] | None
     options: dict[str, Any]
     core: Node

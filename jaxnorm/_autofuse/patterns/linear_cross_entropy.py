@@ -5,7 +5,6 @@ added to them, and the dimensions of tokens may be reshaped into one another bet
 losses may be multiplied by factors, or masked, before they are summed: these are the operation's weights.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -156,15 +155,19 @@ def _match(
     place = tuple(loss.logits.dims.index(summand.loss.dims.index(d)) for d in range(rank))
 
     def per_token(operand: Operand) -> Apart:
-        return Apart(dataclasses.replace(operand, axes=tokens), loss.logits.node.shape)
+        return Apart(operand.terms, tokens, loss.logits.node.shape)
 
     def product_of(refs) -> Operand:
         powers = tuple((Ref(r.node, compose(place, r.dims)), Fraction(1)) for r in refs)
         return Operand((Term(1.0, powers),))
 
-    operands = {"x": head.x, "w": head.w, "labels": per_token(loss.operands["labels"])}
+    operands: dict[str, Operand] = {
+        "x": head.x,
+        "w": head.w,
+        "labels": per_token(loss.operands["labels"]),
+    }
     if logits.bias is not None:
-        operands["bias"] = Apart.of(whole(logits.bias), logits.bias.shape)
+        operands["bias"] = Apart.whole(whole(logits.bias), logits.bias.shape)
     rows = loss.operands.get("rows")
     if summand.mask is not None:
         if rows is not None:
@@ -346,8 +349,8 @@ def _head(logits: _Logits) -> _Head:
     class_axis = w.view.dims[free[side][0]]
     assert class_axis is not None
     return _Head(
-        Apart.of(Ref(x_node, x_dims), sizes),
-        Apart.of(whole(w_node), w_node.shape),
+        Apart.whole(Ref(x_node, x_dims), sizes),
+        Apart.whole(whole(w_node), w_node.shape),
         x_node,
         w_node,
         class_axis,
@@ -393,10 +396,10 @@ def _linear_cross_entropy(
     """
     classes = w.shape[kwargs.get("w_axis", 1)]
     labels = how.class_numbers(labels, classes)
-    if shows:
+    if shows and weights is not None:
         valid = (labels >= 0) & (labels < classes)
         weights = jnp.where(valid, weights, jnp.ones_like(weights))
-    if rows is not None:
+    if rows is not None and weights is not None:
         weights = jnp.where(rows, weights, jnp.zeros_like(weights))
     total = jaxnorm.linear_cross_entropy(
         x.reshape(*labels.shape, x.shape[-1]).astype(product_dtype),
@@ -405,6 +408,7 @@ def _linear_cross_entropy(
         weights=weights,
         **kwargs,
     )
+    assert isinstance(total, jax.Array)
     return total if scale == 1 else total * np.asarray(scale, total.dtype)
 
 

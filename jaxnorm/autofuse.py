@@ -10,12 +10,19 @@ import numpy as np
 
 from jaxnorm import _lib
 from jaxnorm._autofuse.grown import Grown
+from jaxnorm._autofuse.patterns.linear_cross_entropy import has_large_logits
 from jaxnorm._autofuse.report import Report, report
 from jaxnorm._autofuse.rewrite import Rewritten
 from jaxnorm._autofuse.statistics import has_batch_statistics
 from jaxnorm._primitive.programs import without_dead_code
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+# Operations that are no row programs, and a quick look whether a program may have them. A region that took a part of
+# their code would leave none to be found.
+_BEFORE_REGIONS = {
+    "batch_norm": has_batch_statistics,
+    "linear_cross_entropy": has_large_logits,
+}
 
 
 class Autofused:
@@ -42,12 +49,12 @@ class Autofused:
         if not self._grows():
             return [Rewritten(closed)]
         steps: list[Rewritten | Grown] = []
-        # A region that took a part of a batch norm would leave none to be found.
-        if has_batch_statistics(closed):
-            steps.append(Rewritten(closed, _is_across_rows))
+        wanted = {name for name, may_have in _BEFORE_REGIONS.items() if may_have(closed)}
+        if wanted:
+            steps.append(Rewritten(closed, wanted.__contains__))
             closed = steps[-1].traced()
         steps.append(Grown(closed))
-        steps.append(Rewritten(steps[-1].traced(), lambda name: not _is_across_rows(name)))
+        steps.append(Rewritten(steps[-1].traced(), lambda name: name not in _BEFORE_REGIONS))
         return steps
 
     def _grows(self) -> bool:
@@ -132,11 +139,6 @@ def _trace(fn: Callable, args, kwargs):
         )
 
     return closed, arrays, restore
-
-
-def _is_across_rows(operation: str) -> bool:
-    """Whether an operation is no row program."""
-    return operation == "batch_norm"
 
 
 def _is_array(leaf) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm._autofuse.algebra import Ref, Term, whole
+from jaxnorm._autofuse.costs import Rule
 from jaxnorm._autofuse.program import Program, Value
 from jaxnorm._autofuse.values import Mapping, Node, compose
 from jaxnorm._primitive.arithmetic import acc_dtype
@@ -80,6 +81,31 @@ class Operand:
         return functools.reduce(operator.add, map(value, self.terms))
 
 
+@dataclasses.dataclass(frozen=True)
+class Apart(Operand):
+    """An array that the operation takes in dimensions of its own, as a matrix product takes its second operand.
+
+    `terms` and `axes` are in these dimensions.
+
+    Attributes:
+      shape: their sizes.
+    """
+
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def whole(cls, ref: Ref, shape) -> "Apart":
+        return cls(Operand.of(ref).terms, tuple(range(len(shape))), shape)
+
+    def moved(self, place: Mapping) -> "Apart":
+        """The same: it has none of the dimensions of x."""
+        return self
+
+    def array(self, shape, read: Callable[[Node], tuple[Any, Mapping]]):
+        """Its value, as that of an Operand; the shape of x makes no difference."""
+        return super().array(self.shape, read)
+
+
 @dataclasses.dataclass
 class Match:
     """An operation that a value of the program is the result of.
@@ -88,7 +114,7 @@ class Match:
       operation: name of jaxnorm's function.
       output: the value.
       x: its first operand, in the dimensions of the output's node; None for those that this does not have.
-      operands: all of them by argument name, in the dimensions of x.
+      operands: all of them by argument name, in the dimensions of x or apart from them.
       axes: dimensions of x that `axis` names; None for elementwise operations.
       options: arguments that are not arrays.
       core: the node that every spelling of the operation has; candidates with one core are alternatives.
@@ -96,6 +122,10 @@ class Match:
       function: makes the call: of operands, axis and options, and of the result's dtype; its result has the dimensions
         of x. None for jaxnorm's function itself.
       shown: what that does around the call, for the report.
+      rounded: nodes that the operation rounds to their dtype, too, however precise its result is.
+      fixed: names of operands for which the operation has another derivative than the program. Where JAX
+        differentiates these, the program's own code is taken.
+      rule: whether it is worth it; None for what the operation's record says.
     """
 
     operation: str
@@ -108,6 +138,9 @@ class Match:
     by_products: Callable[[Node], tuple[str, tuple] | None] = lambda node: None
     function: Callable | None = None
     shown: str = "{}"
+    rounded: tuple[Node, ...] = ()
+    fixed: tuple[str, ...] = ()
+    rule: Rule | None = None
 
     def __post_init__(self):
         self.options = {name: _short(value) for name, value in self.options.items()}

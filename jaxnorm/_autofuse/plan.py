@@ -19,6 +19,7 @@ from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.algebra import Mismatch
 from jaxnorm._autofuse.match import Left, Match
 from jaxnorm._autofuse.order import in_order
+from jaxnorm._autofuse.patterns import linear_cross_entropy
 from jaxnorm._autofuse.program import Equation, Level, Program, Value
 from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconverted, unwidened
 from jaxnorm._ops import OPERATIONS
@@ -27,8 +28,11 @@ from jaxnorm._primitive.programs import run_equation, source_line
 
 # What was checked and failed says more than what did not look right.
 _CHECKED = 2
-# The last operation first: the cross-entropy has a softmax in it.
-_FINDERS = tuple(dict.fromkeys(op.find for op in reversed(OPERATIONS.values())))
+# The last operation first: the cross-entropy has a softmax in it, and that of a product has a cross-entropy.
+_FINDERS = (
+    linear_cross_entropy.candidates,
+    *dict.fromkeys(op.find for op in reversed(OPERATIONS.values())),
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,7 +140,7 @@ class Plan:
         shape = [n for n, d in zip(x.view.shape, x.view.dims, strict=True) if d is not None]
         _check_axes(match, len(shape))
         results = self._results(match, region, level)
-        rule = OPERATIONS[match.operation].rule(shape, match.axes, match.operands)
+        rule = match.rule or OPERATIONS[match.operation].rule(shape, match.axes, match.operands)
         replacement = Replacement(match, level, region, sources, results, rule)
         original_function(replacement)  # the program's own code can be told from the rest
         # Without by-products, what it defines depends on what it did before.
@@ -248,6 +252,8 @@ def _check_dtypes(match: Match, region: list[Equation], inputs: list[Value]) -> 
     for equation in region:
         for value in equation.outputs:
             dtype = value.aval.dtype
+            if value.view.node in match.rounded:
+                continue
             if is_float(dtype) and not at_least(dtype, result):
                 reason = f"an intermediate is rounded to {dtype}, the result is {result}: {_describe(equation)}"
                 raise Mismatch(reason, _CHECKED)

@@ -1,6 +1,6 @@
 """The program with matches replaced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -127,26 +127,41 @@ def replaced_function(replacement: Replacement) -> Callable:
         avals = [value.aval for value, _, _ in replacement.results]
         return [vary_as(r, a) for r, a in zip(function(*arrays), avals, strict=True)]
 
-    if replacement.rule.verdict == costs.ALWAYS:
+    always = replacement.rule.verdict == costs.ALWAYS
+    operands = replacement.match.operands
+    nodes = {ref.node for name in replacement.match.fixed for ref in operands[name].refs}
+    fixed = {i for i, node in enumerate(replacement.sources) if node in nodes}
+    if always and not fixed:
         return operation
-    return where_differentiated(operation, original_function(replacement))
+    original = original_function(replacement)
+    return where_differentiated(operation, original, operation if always else original, fixed)
 
 
-def where_differentiated(operation: Callable, original: Callable) -> Callable:
-    """`original`, and `operation` where JAX differentiates it."""
+def where_differentiated(
+    operation: Callable,
+    original: Callable,
+    otherwise: Callable | None = None,
+    fixed: Collection[int] = (),
+) -> Callable:
+    """`operation` where JAX differentiates it, and `otherwise`, by default `original`, where not.
+
+    Where JAX differentiates with respect to one of the operands `fixed`, it is `original`.
+    """
+    otherwise = otherwise or original
 
     def primal(*arrays):
-        return original(*arrays)
+        return otherwise(*arrays)
 
     primal.__name__ = LEFT_NAME
     function = jax.custom_jvp(primal)
 
     def rule(primals, tangents):
         present = [i for i, t in enumerate(tangents) if type(t) is not SymbolicZero]
+        chosen = operation if set(fixed).isdisjoint(present) else original
 
         def of_present(*arrays):
             given = dict(zip(present, arrays, strict=True))
-            return operation(*(given.get(i, p) for i, p in enumerate(primals)))
+            return chosen(*(given.get(i, p) for i, p in enumerate(primals)))
 
         return jax.jvp(of_present, [primals[i] for i in present], [tangents[i] for i in present])
 

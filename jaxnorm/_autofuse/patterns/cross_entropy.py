@@ -33,17 +33,57 @@ def find(output: Value) -> Iterator[Match | Left]:
     """Ways to read `output` as the cross-entropy of a softmax, or as minus that."""
     root = whole(output.view.node)
     yield from _one_hot(root)
-    picks, logarithms = _parts(root.node)
-    if len(picks) != 1 or len(logarithms) != 1:
-        return
-    inner, rows = unmasked(root, 0.0)
-    try:
-        yield _loss(output, inner, rows, picks[0], logarithms[0])
-    except Mismatch as mismatch:
-        yield Left("softmax_cross_entropy", picks[0], mismatch.reason, mismatch.rank)
+    loss = loss_of(root.node)
+    if isinstance(loss, Left):
+        yield loss
+    elif loss is not None:
+        shown = "{}" if "rows" not in loss.operands else "jnp.where(rows, {}, 0)"
+        yield Match(
+            "softmax_cross_entropy",
+            output,
+            loss.logits,
+            loss.operands,
+            (loss.axis,),
+            {},
+            loss.pick,
+            function=functools.partial(_cross_entropy, loss.how, loss.sign),
+            shown=f"-{shown}" if loss.sign > 0 else shown,
+        )
 
 
 candidates = outside_of_calls(find)
+
+
+class Loss(NamedTuple):
+    """The cross-entropy of a softmax, or minus that.
+
+    Attributes:
+      logits: in the dimensions of the loss; None for that of the classes.
+      axis: the dimension of the logits that the classes are.
+      operands: "labels", and "rows" if there is a mask of rows, in the dimensions of the logits.
+      how: how labels are read.
+      sign: of the label's logit: 1 for minus the cross-entropy.
+      pick: what takes that logit.
+    """
+
+    logits: Ref
+    axis: int
+    operands: dict[str, Operand]
+    how: "Labels"
+    sign: float
+    pick: Node
+
+
+def loss_of(node: Node) -> Loss | Left | None:
+    """An expression as a cross-entropy; None for what does not look like one."""
+    picks, logarithms = _parts(node)
+    if len(picks) != 1 or len(logarithms) != 1:
+        return None
+    inner, rows = unmasked(whole(node), 0.0)
+    try:
+        return _loss(inner, rows, picks[0], logarithms[0])
+    except Mismatch as mismatch:
+        return Left("softmax_cross_entropy", picks[0], mismatch.reason, mismatch.rank)
 
 
 def _parts(root: Node) -> tuple[list[Node], list[Node]]:
@@ -123,7 +163,7 @@ def _finite(ref: Ref) -> Ref:
     return maximum.unconverted() if same else ref
 
 
-def _loss(output: Value, inner: Ref, rows: Ref | None, pick: Node, logarithm: Node) -> Match:
+def _loss(inner: Ref, rows: Ref | None, pick: Node, logarithm: Node) -> Loss:
     x_key = _log_sum_exp(whole(logarithm)).z.node.key
     terms = expand(inner, x_key)
     picks = [ref for t in terms for ref, _ in t.powers if ref.node.key == pick.key]
@@ -149,8 +189,8 @@ def _loss(output: Value, inner: Ref, rows: Ref | None, pick: Node, logarithm: No
         placed = Ref(ref.node, tuple(x.dims.index(d) for d in ref.dims))
         return dataclasses.replace(Operand.of(placed), axes=others)
 
-    labels, call = _labels(picks[0].arg(1), picks[0], x.node.shape[axis])
-    operands, shown = {"labels": operand(labels)}, "{}"
+    labels, how = _labels(picks[0].arg(1), picks[0], x.node.shape[axis])
+    operands = {"labels": operand(labels)}
     if lse.mask is not None:
         if None in lse.mask.dims:
             raise Mismatch(
@@ -159,23 +199,9 @@ def _loss(output: Value, inner: Ref, rows: Ref | None, pick: Node, logarithm: No
         if rows is None or rows.meaning != lse.mask.meaning:
             raise Mismatch("rows that are masked are not 0")
         operands["rows"] = operand(rows)
-        shown = "jnp.where(rows, {}, 0)"
     elif rows is not None:
         raise Mismatch("a mask is behind the loss", 0)
-    if sign > 0:
-        shown = f"-{shown}"
-    function = functools.partial(_cross_entropy, call, sign)
-    return Match(
-        "softmax_cross_entropy",
-        output,
-        x,
-        operands,
-        (axis,),
-        {},
-        pick,
-        function=function,
-        shown=shown,
-    )
+    return Loss(x, axis, operands, how, sign, pick)
 
 
 def _spread(terms: list[Term], x: int) -> list[Term]:
@@ -194,7 +220,7 @@ def _spread(terms: list[Term], x: int) -> list[Term]:
     return collect(out)
 
 
-class _Labels(NamedTuple):
+class Labels(NamedTuple):
     """From the program's labels to class numbers that softmax_cross_entropy takes.
 
     Attributes:
@@ -207,8 +233,15 @@ class _Labels(NamedTuple):
     wraps: bool
     clips: bool
 
+    def class_numbers(self, labels, classes: int) -> jax.Array:
+        labels = labels.astype(self.dtype)
+        number, zero = np.asarray(classes, self.dtype), np.zeros((), self.dtype)
+        if self.wraps:
+            labels = jnp.where(labels < zero, labels + number, labels)
+        return jnp.clip(labels, zero, number - 1) if self.clips else labels
 
-def _labels(index: Ref, pick: Ref, classes) -> tuple[Ref, _Labels]:
+
+def _labels(index: Ref, pick: Ref, classes) -> tuple[Ref, Labels]:
     """The labels of an index, and how that is made of them."""
     mode = dict(pick.node.params)["mode"]
     dtype, wraps = index.node.dtype, False
@@ -225,21 +258,15 @@ def _labels(index: Ref, pick: Ref, classes) -> tuple[Ref, _Labels]:
     # take_along_axis converts inside of a jit, where what comes out has no name.
     if index.node.op == "convert" and jnp.issubdtype(index.arg(0).node.dtype, jnp.integer):
         index = index.arg(0)
-    return index, _Labels(dtype, wraps, mode != GatherScatterMode.FILL_OR_DROP)
+    return index, Labels(dtype, wraps, mode != GatherScatterMode.FILL_OR_DROP)
 
 
-def _cross_entropy(how: _Labels, sign, x, *, labels, axis, dtype, rows=None) -> jax.Array:
+def _cross_entropy(how: Labels, sign, x, *, labels, axis, dtype, rows=None) -> jax.Array:
     """Jaxnorm's function between the program's labels and result."""
     (axis,) = axis
     if not at_least(acc_dtype(x.dtype), dtype):
         x = x.astype(dtype)
-    labels = labels.astype(how.dtype)
-    classes = np.asarray(x.shape[axis], how.dtype)
-    zero = np.zeros((), how.dtype)
-    if how.wraps:
-        labels = jnp.where(labels < zero, labels + classes, labels)
-    if how.clips:
-        labels = jnp.clip(labels, zero, classes - 1)
+    labels = how.class_numbers(labels, x.shape[axis])
     loss = jaxnorm.softmax_cross_entropy(x, labels, axis=axis)
     if rows is not None:
         loss = jnp.where(rows, loss, np.zeros((), loss.dtype))

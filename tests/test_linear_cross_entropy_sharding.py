@@ -101,7 +101,14 @@ LAYOUTS = {
     "features": (("d", None), "d", None),
     "features and classes": (("d", None), "d", "m"),
 }
-LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+# Every layout, and every kind of program on either kind of mesh.
+PROGRAMS = [
+    *((AUTO, "mean", layout) for layout in LAYOUTS),
+    *((AUTO, "none", layout) for layout in ("classes together", "tokens and classes", "features")),
+    *((EXPLICIT, "mean", layout) for layout in ("tokens", "tokens and classes")),
+    *((EXPLICIT, "none", layout) for layout in ("length and classes", "features and classes")),
+]
+PROGRAM_NAMES = [f"{'explicit' if mesh is EXPLICIT else 'auto'}-{k}-{n}" for mesh, k, n in PROGRAMS]
 
 
 def blocks_in(mesh, entries) -> int:
@@ -109,9 +116,7 @@ def blocks_in(mesh, entries) -> int:
     return math.prod(mesh.shape[n] for n in names)
 
 
-@LAYOUT
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(("mesh", "kind", "layout"), PROGRAMS, ids=PROGRAM_NAMES)
 def test_sharded(mesh, kind, layout):
     """As on one device; only numbers of tokens and gradients travel, and the features of w where they are cut."""
     if layout == "tokens together":
@@ -186,6 +191,41 @@ def test_fewer_classes_than_devices():
         return derived(spread, KINDS["none"])
 
     assert_same(jax.jit(run)(operands), alone("none", classes=5))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("special", ["masked", "-inf", "offset", "NaN in hidden tokens"])
+def test_special_parts(special, reduction):
+    """As on one device: parts without any class that counts, and what tokens of weight 0 hold."""
+    operands = operands_of()
+    labels = operands["labels"]
+    hidden = labels < 0
+    if special == "masked":
+        operands["where"] = np.arange(CLASSES) >= CLASSES // 2
+        operands["labels"] = np.where(hidden, labels, labels // 2 + CLASSES // 2)
+    elif special == "-inf":
+        operands["bias"][CLASSES // 8 :] = -np.inf
+        operands["labels"] = np.where(hidden, labels, labels % (CLASSES // 8))
+        operands["where"][:] = True
+    elif special == "offset":
+        operands["bias"] += np.where(np.arange(CLASSES) < CLASSES // 2, -1e4, 1e4).astype("float32")
+    else:
+        operands["x"][hidden] = np.nan
+    options = {"reduction": reduction, "return_stats": special != "NaN in hidden tokens"}
+    options |= {"chunk": CHUNK, "softcap": 4.0 if "NaN" in special else None}
+    if special == "masked":
+        options["label_smoothing"] = 0.1
+    run = jax.jit(functools.partial(derived, options=options))
+    want = jax.tree.map(np.asarray, run(operands))
+    assert all(np.isfinite(a).all() for a in want[1].values())
+    assert want[1]["w"].any()
+    specs = specs_of(("d", None), None, "m")
+    if special == "-inf":
+        specs = specs_of((None, None), None, ("d", "m"))
+    got = run({n: put(a, specs[n], AUTO) for n, a in operands.items()})
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        scale = 1 if special != "offset" else 200  # the loss of a label is 20000
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * scale)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

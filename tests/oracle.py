@@ -172,6 +172,62 @@ def softmax_cross_entropy_vjp(
     return np.moveaxis(out, -1, axis)
 
 
+# ---- linear_cross_entropy ----
+
+
+def linear_cross_entropy(
+    x, w, labels, bias=None, weights=None, reduction="mean", where=None, softcap=None, cts=None,
+    w_axis=-1, **options,
+):  # fmt: skip
+    """(results by name, gradients by operand, the size of the terms that each gradient is the sum of).
+
+    `cts` are cotangents of results by name; those of others are 0. Other operands are as in jaxnorm.
+    """
+    x, w = f64(x), f64(w) if w_axis == -1 else f64(w).T
+    flat = x.reshape(-1, x.shape[-1])
+    u = x @ w if bias is None else x @ w + f64(bias)
+    z = u if softcap is None else softcap * np.tanh(u / softcap)
+    keep = np.broadcast_to(True if where is None else where, z.shape)
+    omega = np.ones(labels.shape) if weights is None else f64(weights)
+    c = omega / np.sum(omega) if reduction == "mean" else omega
+    token = softmax_cross_entropy(z, labels, where=keep, **options)
+    seen = np.where(c == 0, 0.0, token)
+    with np.errstate(all="ignore"):
+        total = np.sum(c * seen)
+    results = {"loss": c * seen if reduction == "none" else total}
+    _, _, p, hit, lse, valid = cross_entropy_parts(z, labels, -1, keep, 0.0)
+    with np.errstate(all="ignore"):
+        log_p = np.where(keep, z - lse, -np.inf)
+        results["log_prob"] = np.sum(np.where(hit != 0, log_p, 0.0), -1)
+        results["entropy"] = -np.sum(np.where(p == 0, 0.0, p * log_p), -1)
+    results["log_prob"] = np.where(valid, results["log_prob"], np.nan)
+
+    cts = {name: np.zeros(a.shape) for name, a in results.items()} | (cts or {})
+    ct, g, h = (f64(cts[name]) for name in ("loss", "log_prob", "entropy"))
+    grads = {"weights": ct * seen}
+    if reduction == "mean":
+        grads["weights"] = ct * (seen - total) / np.sum(omega)
+    spread = {"weights": np.abs(ct) * (np.abs(seen) + np.abs(total))}
+    dz = softmax_cross_entropy_vjp(z, labels, c * ct, where=keep, **options)
+    size = softmax_cross_entropy_vjp(z, labels, c * ct, where=keep, **options, size=True)
+    g = np.where(valid, g, 0.0)[..., None]
+    entropy = results["entropy"][..., None]
+    with np.errstate(all="ignore"):
+        of_entropy = np.where(p == 0, 0.0, h[..., None] * p * (log_p + entropy))
+    dz = dz + np.where(keep, g * (hit - p), 0.0) - of_entropy
+    size = size + np.abs(g) * (hit + p) + np.abs(of_entropy)
+    if softcap is not None:
+        slope = 1 - np.tanh(u / softcap) ** 2
+        dz, size = dz * slope, size * slope
+    for found, absolute, d in ((grads, lambda a: a, dz), (spread, np.abs, size)):
+        d = d.reshape(-1, d.shape[-1])
+        found["x"] = (d @ absolute(w).T).reshape(*labels.shape, -1)
+        w_bar = absolute(flat).T @ d
+        found["w"] = w_bar if w_axis == -1 else w_bar.T
+        found["bias"] = np.sum(d, 0)
+    return results, grads, spread
+
+
 # ---- relu ----
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+import row_emulator
 import suite
 from jax.sharding import PartitionSpec as P
 from meshes import assert_only_small_all_reduces, blocks, has_kernels, over, put
@@ -16,6 +17,11 @@ from oracle import DTYPES
 from suite import needs_cpu, rand
 
 import jaxnorm
+from jaxnorm._ops import cross_entropy
+from jaxnorm._rows import named, primitive
+from jaxnorm._rows.call import row_call
+from jaxnorm._rows.plan import DEVICES as GPUS
+from jaxnorm._sharding import DEVICES, Blocks
 
 inf, nan = np.inf, np.nan
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -560,3 +566,116 @@ def test_gradient_of_a_training_step():
         counts = suite.jaxnorm_primitives(jax.grad(f), w, x)
         assert counts["jaxnorm_cross_entropy_bwd"] == 1
         assert "jaxnorm_cross_entropy_jvp" not in counts
+
+
+# ---- parts of rows ----
+
+
+def special_parts(columns):
+    """Logits, labels and a mask. Rows are masked or infinite in one of eight parts, in several, or altogether."""
+    x, where = np.array(rand((ROWS, columns), seed=40)), np.ones((ROWS, columns), bool)
+    labels = some_labels(ROWS, columns, 41)
+    half, last = columns // 2, columns - 1
+    x[0, :half] = x[1] = x[2, half:] = x[3, 1:] = x[4, :last] = -inf
+    labels[[0, 2, 3, 4]] = last, 1, 0, last
+    x[5, 1], x[6, last] = nan, inf
+    x[7], x[8], labels[9] = x[7] + 1e4, x[8] - 1e4, -1
+    where[10, :half] = where[11, half:] = where[12] = where[13, 1:] = where[14, :last] = False
+    labels[[10, 11, 13, 14]] = last, 1, 0, last
+    x[10, :3], x[11, last] = (nan, inf, -inf), nan  # masked
+    x[15, :half] -= 200  # a part that adds nothing
+    return x.astype("float32"), labels, where
+
+
+def check_special(y, x_bar, x, labels, ct, where, smoothing):
+    """Errors of a loss and its gradient are relative to the size of the row's logits."""
+    keep = True if where is None else where
+    size = np.where(np.isfinite(x) & keep, np.abs(x), 0).max(1) + 8
+    want = oracle.softmax_cross_entropy(x, labels, where=where, smoothing=smoothing)
+    assert np.isfinite(want).sum() >= 6
+    oracle.assert_close(y, want, "float32", floor=16, size=size)
+    want = oracle.softmax_cross_entropy_vjp(x, labels, ct, where=where, smoothing=smoothing)
+    oracle.assert_close(x_bar, want, "float32", floor=32, size=size[:, None])
+    finite = np.where(np.isfinite(want), 0, want).astype("float32")
+    with pytest.raises(AssertionError, match="error"):
+        oracle.assert_close(finite, want, "float32", floor=32, size=size[:, None])
+
+
+parts_options = pytest.mark.parametrize(
+    ("masked", "smoothing"), [(False, 0.0), (False, 0.1), (True, 0.0), (True, 0.1)]
+)
+
+
+@over([P("d", "m"), P(None, ("d", "m"))], ["auto"])
+@pytest.mark.parametrize("columns", [CLASSES, CLASSES - 15])
+@parts_options
+def test_special_rows_in_parts(mesh, spec, columns, masked, smoothing):
+    """As the oracle's, where one of eight devices has none of 49 classes, too."""
+    x, labels, where = special_parts(columns)
+    ct = np.array(rand(ROWS, seed=42))
+
+    def placed(a, fill, spec):
+        """Padded with what is cut away again."""
+        widths = [(0, 0), (0, CLASSES - columns)][: a.ndim]
+        return put(np.pad(a, widths, constant_values=fill), spec, mesh)
+
+    def run(x, labels, where, ct):
+        x, where = x[:, :columns], where[:, :columns] if masked else None
+        y, pullback = jax.vjp(loss_of(labels, where=where, smoothing=smoothing), x)
+        return y, pullback(ct)[0]
+
+    rows = P(spec[0])
+    y, x_bar = jax.jit(run)(
+        placed(x, nan, spec),
+        placed(labels, 0, rows),
+        placed(where, True, spec),
+        placed(ct, 0, rows),
+    )
+    check_special(y, x_bar, x, labels, ct, where if masked else None, smoothing)
+
+
+@pytest.mark.skipif(not row_emulator.supported(), reason="kernels run on the CPU with g++ on Linux")
+@parts_options
+def test_kernels_of_parts(masked, smoothing, monkeypatch):
+    """The kernels' text, run on a CPU: eight devices share 49 classes; one kernel forward and one backward."""
+    ran = []
+
+    def run(*operands, jaxpr):
+        closed = primitive.typed(jaxpr, [jax.typeof(x) for x in operands])
+        avals = [(a.shape, a.dtype) for a in closed.out_avals]
+        ran.append(closed)
+        call = row_call(closed, GPUS[90])
+        return [jnp.asarray(a) for a in row_emulator.run(call, operands, avals)]
+
+    def refuse(*_):
+        raise AssertionError("this is no row program")
+
+    monkeypatch.setattr(primitive.row_program_p, "impl", run)
+    monkeypatch.setattr(named, "run_program", refuse)
+    devices, columns = 8, 49
+    x, labels, where = special_parts(columns)
+    ct = np.array(rand(ROWS, seed=42))
+    parts = Blocks((ROWS, columns), np.arange(devices).reshape(1, devices, 1))
+    size = parts.size(1)
+
+    def cut(a, fill):
+        padded = np.pad(a, [(0, 0), (0, size * devices - columns)], constant_values=fill)
+        return jnp.asarray(padded.reshape(ROWS, devices, size).swapaxes(0, 1))
+
+    params = {"axis": 1, "smoothing": smoothing, "blocks": parts}
+    mask = [cut(where, True)] if masked else []
+    labels_column, ct_column = jnp.asarray(labels[:, None]), jnp.asarray(ct[:, None])
+
+    def both(x, *mask):
+        nll, lse = cross_entropy._fwd_on_part(x, labels_column, *mask, **params)
+        (x_bar,) = cross_entropy._bwd_on_part(
+            x, lse, labels_column, ct_column, ct_column, *mask, **params
+        )
+        return nll, x_bar
+
+    with jax.disable_jit():
+        nll, x_bar = jax.vmap(both, axis_name=DEVICES)(cut(x, nan), *mask)
+    assert len(ran) == 2
+    np.testing.assert_array_equal(nll, np.broadcast_to(nll[:1], nll.shape))
+    x_bar = np.asarray(x_bar).swapaxes(0, 1).reshape(ROWS, -1)[:, :columns]
+    check_special(nll[0, :, 0], x_bar, x, labels, ct, where if masked else None, smoothing)

@@ -54,8 +54,9 @@ def linear_cross_entropy(
 
     A label outside of [0, classes), such as -100, makes its token's loss NaN and its gradient 0, as in
     `softmax_cross_entropy`. `weights=labels >= 0` leaves such tokens out: a weight of 0 hides a token, whatever it
-    holds, and a chunk of hidden tokens costs no product. The derivative with respect to a weight of 0 is 0. Weights
-    that sum to 0 make the mean NaN. Without tokens the mean is NaN, the sum 0.
+    holds, and a chunk of hidden tokens costs no product, unless its statistics are wanted or devices share the classes.
+    In the derivative with respect to a weight of 0, its token's loss counts as 0. Weights that sum to 0 make the mean
+    NaN. Without tokens the mean is NaN, the sum 0.
 
     Args:
       x: features of each token, [..., D]; float16, bfloat16, float32 or float64.
@@ -102,15 +103,16 @@ def linear_cross_entropy(
         "class_axis": class_axis,
         "smoothing": smoothing_of(_OP, label_smoothing),
         "z_loss": _check.number(_OP, "z_loss", z_loss),
-        "softcap": _positive("softcap", softcap, float),
-        "chunk": _positive("chunk", chunk, int),
+        "softcap": _positive("softcap", softcap, float, "logits without bounds"),
+        "chunk": _positive("chunk", chunk, int, "a size that suits the shapes"),
         "weighted": weights is not None,
         "implementation": implementation,
     }
     statistics = ("log_prob", "entropy") if return_stats else ()
     c = None if weights is None else _weights(weights, tokens, dtype)
     if reduction == "none":
-        found = bind(forward_p, given, ("loss", *statistics), params)
+        hiding = {} if c is None else {"c": c}
+        found = bind(forward_p, given | hiding, ("loss", *statistics), params)
         loss = found["loss"]
         if c is not None:
             loss = c * jnp.where(c == 0, np.zeros((), dtype), loss)
@@ -121,6 +123,8 @@ def linear_cross_entropy(
             c = c / jnp.sum(c)
         found = bind(total_p, given | {"c": c}, ("total", *statistics), params)
         loss = found["total"]
+        if reduction == "mean" and 0 in tokens:
+            loss = jnp.full_like(loss, np.nan)
     if not return_stats:
         return loss
     return loss, {name: found[name] for name in statistics}
@@ -131,9 +135,9 @@ def _operands(x, w, labels, bias, where, w_axis) -> tuple[dict, int]:
     x, w = _check.float_array(_OP, "x", x), _check.float_array(_OP, "w", w)
     if w_axis not in (-1, 0, 1):
         raise ValueError(
-            f"{_OP}: w_axis must be -1 for w of [D, V] or 0 for w of [V, D], got {w_axis!r}."
+            f"{_OP}: w_axis must be -1 or 0, got {w_axis!r}. Use -1 for w of [D, V], 0 for w of [V, D]."
         )
-    class_axis = w_axis % 2
+    class_axis = int(w_axis) % 2
     if x.ndim == 0:
         raise ValueError(f"{_OP}: x must be [..., D], got a scalar. Reshape it to [D].")
     if w.ndim != 2 or w.shape[1 - class_axis] != x.shape[-1]:
@@ -162,8 +166,6 @@ def _operands(x, w, labels, bias, where, w_axis) -> tuple[dict, int]:
                 "Pass weights to leave out tokens."
             )
         given["where"] = where.reshape(padded)
-        if padded[-1] != classes:
-            given["where"] = jnp.broadcast_to(given["where"], (*padded[:-1], classes))
     return given, class_axis
 
 
@@ -177,11 +179,13 @@ def _weights(weights, tokens, dtype) -> jax.Array:
     return weights.astype(dtype)
 
 
-def _positive(name, value, kind):
+def _positive(name, value, kind, default):
     if value is None:
         return None
     number = _check.number(_OP, name, value)
-    if not number > 0 or number != kind(number):
+    if not 0 < number < np.inf or number != kind(number):
         what = "a positive whole number" if kind is int else "a positive number"
-        raise ValueError(f"{_OP}: {name} must be {what} or None, got {value!r}.")
+        raise ValueError(
+            f"{_OP}: {name} must be {what} or None, got {value!r}. Use None for {default}."
+        )
     return kind(number)

@@ -30,8 +30,8 @@ from jax.interpreters import ad, batching
 
 from jaxnorm._ops import class_rows
 from jaxnorm._primitive.arithmetic import acc_dtype
-from jaxnorm._primitive.avals import aval_like, spec_of, vary_alike
-from jaxnorm._primitive.define import define_formula, define_partitioned
+from jaxnorm._primitive.avals import aval_like, spec_of, vary_alike, vary_as
+from jaxnorm._primitive.define import define_dce, define_formula, define_partitioned
 from jaxnorm._primitive.named import bind_named, by_name, only
 from jaxnorm._primitive.partition import Partition, sharding_factors
 from jaxnorm._primitive.rules import NOT_MAPPED, add, is_present, mapped_size, sum_to, zero
@@ -97,11 +97,10 @@ def _token_results(numbers, labels, classes, wanted, *, smoothing, z_loss) -> di
     return found
 
 
-def _logits_gradient(part, numbers, valid, classes, c, g, h, *, smoothing, z_loss, softcap):
-    """The gradient of u, elementwise. Rows of which no coefficient counts may hold NaN."""
+def _logits_gradient(part, numbers, valid, seen, classes, c, g, h, *, smoothing, z_loss, softcap):
+    """The gradient of u, elementwise. Rows that are not `seen` may hold NaN; all are if it is None."""
     z, total = part.logits, numbers["total"]
     nothing = np.zeros((), z.dtype)
-    counts = [k != 0 for k in (c, g) if k is not None]
     lse = class_rows.log_sum_exp(numbers)
     p = part.kept(jnp.exp(z - numbers["top"]) / total)
     out = nothing
@@ -111,15 +110,18 @@ def _logits_gradient(part, numbers, valid, classes, c, g, h, *, smoothing, z_los
         out = of_p * p - c * part.target(smoothing, n if smoothing else None)
     if g is not None:
         out = out + g * (jnp.where(part.hit, np.ones((), z.dtype), nothing) - p)
-    if counts:
-        out = part.kept(jnp.where(valid & functools.reduce(jnp.logical_or, counts), out, nothing))
+    slope = None
+    if softcap:
+        slope = 1 - jnp.square(part.kept(z) / np.asarray(softcap, z.dtype))
+    if c is not None or g is not None:
+        out = out if slope is None else out * slope
+        out = part.kept(jnp.where(valid, out, nothing))
     if h is not None:
         log_p = jnp.where(p == 0, nothing, z - numbers["top"] - jnp.log(total))
         of_entropy = h * p * (log_p + class_rows.entropy(numbers))
-        out = out - jnp.where(h == 0, nothing, of_entropy)
-    if softcap:
-        out = out * (1 - jnp.square(part.kept(z) / np.asarray(softcap, z.dtype)))
-    return out
+        of_entropy = of_entropy if slope is None else of_entropy * slope
+        out = out - part.kept(of_entropy)
+    return out if seen is None else jnp.where(seen, out, nothing)
 
 
 class _Device:
@@ -136,14 +138,11 @@ class _Device:
         self.entropy = "entropy" in results or "h" in given
         self.kernel = _plain if implementation == "xla" else row_program
         self.shared = blocks is not None and bool(blocks.cut((1,)))  # devices share the classes
-        self.weighted = weighted
-        #: whether tokens are left out whose coefficients are all 0
-        self.skips = (
-            weighted
-            and not self.shared
-            and any(k in given for k in _COTANGENTS.values())
-            and not {"log_prob", "entropy"} & set(results)
-        )
+        #: whether coefficients of 0 hide tokens
+        self.weighted = weighted and any(k in given for k in _COTANGENTS.values())
+        #: whether nothing is wanted of hidden tokens, which may hold NaN
+        self.drops = self.weighted and not {"log_prob", "entropy"} & set(results)
+        self.skips = self.drops and not self.shared
         x, w = given["x"], given["w"]
         self.tokens = x.shape[0]
         self.classes = blocks.shape[1] if blocks else w.shape[class_axis]
@@ -160,8 +159,11 @@ class _Device:
         found = []
         if "bias" in self.given:
             found.append(("bias", self.given["bias"][None].astype(acc_dtype(some["x"].dtype))))
-        if "where" in self.given:
-            found.append(("where", some.get("where", self.given["where"])))
+        mask = some.get("where", self.given.get("where"))
+        if self.shared:
+            found += [("where", m) for m in class_rows.own_mask(mask, self.blocks, 1)]
+        elif mask is not None:
+            found.append(("where", mask))
         return found
 
     def _elements(self, fixed):
@@ -190,11 +192,14 @@ class _Device:
         numbers_wanted = self._numbers_wanted()
         names = list(coefficients)
         columns = [coefficients[n][:, None] for n in names]
+        if names and self.weighted:
+            columns.append(self._counts(some)[:, None])
 
         def gradient(part, numbers, valid, columns):
-            found = dict.fromkeys(("c", "g", "h")) | dict(zip(names, columns, strict=True))
+            found = dict.fromkeys(("c", "g", "h")) | dict(zip(names, columns, strict=False))
+            seen = columns[-1] if self.weighted else None
             return _logits_gradient(
-                part, numbers, valid, self.classes, *found.values(), softcap=self.softcap, **self.options
+                part, numbers, valid, seen, self.classes, *found.values(), softcap=self.softcap, **self.options
             ).astype(u.dtype)  # fmt: skip
 
         valid = (labels >= 0) & (labels < np.int32(self.classes))
@@ -270,7 +275,7 @@ class _Device:
         first = chunk(np.int32(0))
         if self.skips:
             shapes = jax.eval_shape(self._some, first, None)[0]
-            sums, done = {n: jnp.zeros(s.shape, s.dtype) for n, s in shapes.items()}, 0
+            sums, done = jax.tree.map(self._zeros, shapes), 0
         else:  # the first product makes the sums, which need no zeros then
             (sums, columns), done = self._some(first, None), 1
         numbers = jnp.arange(done, count, dtype=np.int32)
@@ -292,9 +297,13 @@ class _Device:
         shapes = jax.eval_shape(self._some, some, sums)[1]
 
         def nothing(_, sums):
-            return sums, [jnp.zeros(s.shape, s.dtype) for s in shapes]
+            return sums, jax.tree.map(self._zeros, shapes)
 
         return jax.lax.cond(jnp.any(self._counts(some)), self._some, nothing, some, sums)
+
+    def _zeros(self, like):
+        """As a result that is computed is: it varies along the same axes of a shard_map as the operands."""
+        return vary_as(jnp.zeros(like.shape, like.dtype), jax.typeof(self.given["x"]))
 
     def _counts(self, some):
         """Which tokens have a coefficient that is not 0."""
@@ -302,7 +311,14 @@ class _Device:
             jnp.logical_or, (some[k] != 0 for k in _COTANGENTS.values() if k in some)
         )
 
+    def _seen_features(self, some):
+        """Those of some tokens, 0 where hidden."""
+        x = some["x"]
+        return jnp.where(self._counts(some)[:, None], x, np.zeros((), x.dtype))
+
     def _some(self, some, sums) -> tuple[dict, list]:
+        if self.drops:
+            some = some | {"x": self._seen_features(some)}
         coefficients = {n: some[n] for n in ("c", "g", "h") if n in some and self._has_gradients}
         results, gradient = self._of_rows(some, coefficients)
         columns = [r[:, 0] for r in results]
@@ -315,9 +331,7 @@ class _Device:
             columns.append(_contract(du, w, 1, self.class_axis, kept))
         new = {}
         if "dw" in self.results:
-            x = some["x"]
-            if self.weighted:  # what is hidden may be NaN
-                x = jnp.where(self._counts(some)[:, None], x, np.zeros((), x.dtype))
+            x = self._seen_features(some) if self.weighted and not self.drops else some["x"]
             pair = (x, du) if self.class_axis == 1 else (du, x)
             new["dw"] = _contract(*pair, 0, 0, dtype)
         if "dbias" in self.results:
@@ -586,6 +600,8 @@ def _total_jvp(primals, tangents, *, names, results, **params):
     else:
         out = _losses(given, results[1:], params)
     c, seen = given["c"], _seen(out["loss"], given["c"])
+    if params["weighted"] and "dx" in moving:  # the tangent of a hidden token may be NaN
+        moving["dx"] = _seen(moving["dx"], c[..., None])
     terms = [inner_p.bind(*vary_alike(out[n], t))[0] for n, t in moving.items()]
     if is_present(dots["c"]):
         terms.append(jnp.sum(seen * dots["c"]))
@@ -657,6 +673,16 @@ def _inner_batch(args, dims):
 ad.primitive_jvps[inner_p] = _inner_jvp
 ad.primitive_transposes[inner_p] = _inner_transpose
 batching.primitive_batchers[inner_p] = _inner_batch
+
+
+def _prune(used, params):
+    """A call with the results that are used: the loss alone in the forward pass of a `jax.checkpoint`."""
+    results = tuple(r for r, u in zip(params["results"], used, strict=True) if u)
+    return params | {"results": results}, [True] * len(params["names"])
+
+
+for _primitive in (forward_p, grad_p, tangent_p):
+    define_dce(_primitive, _prune)
 ad.primitive_jvps[forward_p] = _forward_jvp
 ad.primitive_jvps[total_p] = _total_jvp
 ad.primitive_jvps[tangent_p] = functools.partial(_formula_jvp, tangent_p, _tangent_formula)

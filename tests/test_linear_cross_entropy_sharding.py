@@ -193,6 +193,20 @@ def test_fewer_classes_than_devices():
     assert_same(jax.jit(run)(operands), alone("none", classes=5))
 
 
+def test_features_are_summed_in_float32():
+    """The gradient of x is rounded once, not in each of eight parts of the classes."""
+    operands = operands_of()
+    operands |= {n: operands[n].astype(jnp.bfloat16) for n in ("x", "w", "bias")}
+    run = jax.jit(lambda operands: derived(operands, {"chunk": CHUNK})[1]["x"])
+    want = oracle.f64(run(operands))
+    specs = specs_of((None, None), None, ("d", "m"))
+    got = oracle.f64(run({n: put(a, specs[n], AUTO) for n, a in operands.items()}))
+    differ = got[want != 0] != want[want != 0]
+    assert differ.size > 200
+    assert np.mean(differ) < 0.1
+    np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("special", ["masked", "-inf", "offset", "NaN in hidden tokens"])
 def test_special_parts(special, reduction):

@@ -328,9 +328,9 @@ def _against(plain: dict, record: dict) -> list[str]:
 
 
 def _difference(plain: dict, record: dict) -> float:
-    """Largest relative difference of the losses."""
+    """Largest difference of the losses, as a part of the first one."""
     losses = zip(plain["losses"], record["losses"], strict=True)
-    return max(abs(theirs - ours) / abs(theirs) for theirs, ours in losses)
+    return max(abs(theirs - ours) for theirs, ours in losses) / abs(plain["losses"][0])
 
 
 def _steps() -> dict[str, list[dict]]:
@@ -545,6 +545,23 @@ def _head_card() -> str:
     )
 
 
+def _head_split() -> str:
+    """How fast the kernels of a loss are whose classes several devices share."""
+    header = _header("head-split")
+    shares: dict[str, list[str]] = {}
+    for record in _run("head-split")["records"]:
+        shares.setdefault(record["case"], []).append(f"{record['share_of_copy']:.2f}")
+    found = "; ".join(
+        f"{case.removeprefix('classes of ').replace('x', ' × ', 1)}: {' and '.join(rates)}"
+        for case, rates in shares.items()
+    )
+    return (
+        "The kernels of `softmax_cross_entropy` on each device, forward and with backward, against the rate of a copy "
+        f"({header['device']}, jax {header['versions']['jax']}; `python -m bench.head --cases full --split`): {found}. "
+        "Reading alone is faster than a copy."
+    )
+
+
 def _head_losses() -> str:
     """Where linear_cross_entropy takes more than the loss of whole logits, and what bounds its memory."""
     lost, bounds = [], []
@@ -580,6 +597,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "models/card": _models_card,
     "models/losses": _models_losses,
     "fuse/card": _fuse_card,
+    "head/split": _head_split,
 }
 
 

@@ -658,7 +658,10 @@ def test_roofline_draws_one_program(tmp_path, monkeypatch, found, asked, drawn):
 # ---- the tables of README.md and docs/ ----
 
 DOCS = README.parent / "docs"
-PAGES = (README, DOCS / "split-figures.md", DOCS / "autofuse.md", DOCS / "fuse.md")
+PAGES = (
+    README,
+    *(DOCS / f"{name}.md" for name in ("split-figures", "autofuse", "fuse", "sharding")),
+)
 
 
 def test_pages_have_what_was_measured():
@@ -684,8 +687,8 @@ def results(tmp_path, monkeypatch):
 
     Row i of a file takes i + 1 microseconds at half of the copy rate, XLA's twice as long and PyTorch's three times.
     """
-    real = (f"{tables.TRAIN_DEVICE}-train", f"{tables.DEVICE}-models", f"{tables.DEVICE}-head")
-    for name in (f"{stem}.json" for stem in real):
+    ours = (f"{tables.DEVICE}-{name}" for name in ("models", "head", "head-split"))
+    for name in (f"{stem}.json" for stem in (f"{tables.TRAIN_DEVICE}-train", *ours)):
         timing.write_json(tmp_path / name, timing.read_json(tables.RESULTS / name))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for device in ("h100", "h200"):
@@ -762,7 +765,7 @@ def test_pages_can_be_filled(page, results):
             assert "forward: time, of copy, XLA, PyTorch | both in one program |" in head
     said = " ".join(filled.split())
     # Norms have no softmax beside them; row programs are one file.
-    ranges = {"README.md": 1, "split-figures.md": 1, "autofuse.md": 0, "fuse.md": 0}[page.name]
+    ranges = {"README.md": 1, "split-figures.md": 1}.get(page.name, 0)
     assert said.count("in the same process, moves 2.97 to 2.98 TB/s.") == ranges
 
 
@@ -807,10 +810,10 @@ def test_tables_of_models(results):
     assert rows[2] == [
         "transformer, 12 layers, 16 × 1024 tokens",
         "80.0 ms",
-        *("0.80×", "0.94", "2.00", "2.00 %"),
-        *("2.00×", "0.88", "3.00", "20 %"),
+        *("0.80×", "0.94", "2.00", "0.50 %"),
+        *("2.00×", "0.88", "3.00", "5.00 %"),
     ]
-    assert rows[-1][2:] == ["–", "–", "–", "–", "2.00×", "0.88", "3.00", "20 %"]
+    assert rows[-1][2:] == ["–", "–", "–", "–", "2.00×", "0.88", "3.00", "5.00 %"]
     speed = tables.TEXTS["models/speed"]()
     assert "below 1 is slower: ResNet-50 0.80× (2.00×), ResNet-50 with remat 0.80× (2.00×)" in speed
     assert "policy-gradient loss – (2.00×)." in speed
@@ -821,7 +824,7 @@ def test_tables_of_models(results):
     _change(results / f"{tables.DEVICE}-models.json", recomputed)
     losses = tables.TEXTS["models/losses"]()
     assert "from -2.0 to 0.500" in losses
-    assert "up to 20 % apart" in losses
+    assert "up to 5.00 % apart" in losses
 
 
 def test_models_are_those_of_the_training_steps():

@@ -662,6 +662,26 @@ def test_export():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_export_of_symbolic_sizes():
+    """All tokens at once then."""
+    tokens, classes = jax.export.symbolic_shape("tokens, classes")
+    sizes = [((tokens, D), "float32"), ((D, classes), "float32"), ((tokens,), "int32")]
+
+    @jax.jit
+    def gradients(x, w, labels):
+        loss = functools.partial(
+            jaxnorm.linear_cross_entropy, labels=labels, weights=labels > 0, chunk=2
+        )
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    exported = jax.export.export(gradients, disabled_checks=jaxnorm.export_checks())(
+        *(jax.ShapeDtypeStruct(*size) for size in sizes)
+    )
+    labels = np.arange(TOKENS, dtype="int32") % CLASSES
+    got, expected = (f(X, W, labels) for f in (exported.call, gradients))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
+
+
 @reductions
 def test_plain_code(reduction):
     """`implementation` changes the program, not the results."""

@@ -70,7 +70,8 @@ def linear_cross_entropy(
       softcap: positive Python number that bounds logits, or None.
       where: boolean array that broadcasts to [..., V], often of shape [V]; which classes take part.
       w_axis: which axis of w has the classes, -1 or 0.
-      chunk: how many tokens each device has logits of at a time; None chooses. Fewer take less memory and more time.
+      chunk: how many tokens each device has logits of at a time; None chooses. Fewer take less memory and more time. Of
+        a symbolic number of tokens (`jax.export`) all are taken at once.
       return_stats: whether to return the statistics of each token, too.
       implementation: None picks kernels where there are some, else XLA; "kernel" insists; "xla" is plain code.
 

@@ -62,7 +62,7 @@ bind = functools.partial(bind_named, _ORDER)
 
 def default_chunk(tokens: int, classes: int, itemsize: int) -> int:
     """Tokens whose logits are computed at a time."""
-    if tokens * classes * itemsize <= _SMALL or tokens <= _TOKENS:
+    if tokens <= _TOKENS or tokens * classes * itemsize <= _SMALL:
         return max(1, tokens)
     alike = -(-tokens // -(-tokens // _TOKENS))
     return -(-alike // _MULTIPLE) * _MULTIPLE
@@ -79,12 +79,12 @@ def _rows(u, labels, bias, mask, softcap) -> class_rows.Part:
 
 def _token_results(numbers, labels, classes, wanted, *, smoothing, z_loss) -> dict:
     """Results by name; with size 1 along the classes."""
-    valid = (labels >= 0) & (labels < np.int32(classes))
+    valid = (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
     lse = class_rows.log_sum_exp(numbers)
     nan = np.asarray(np.nan, lse.dtype)
     found = {}
     if "loss" in wanted:
-        n = numbers.get("count", np.asarray(classes, lse.dtype))
+        n = numbers.get("count", jnp.asarray(classes, lse.dtype))
         loss = class_rows.negative_log_likelihood(numbers, smoothing, n)
         if z_loss:
             loss = loss + lse * lse * np.asarray(z_loss, lse.dtype)
@@ -106,7 +106,7 @@ def _logits_gradient(part, numbers, valid, seen, classes, c, g, h, *, smoothing,
     out = nothing
     if c is not None:
         of_p = c * (1 + lse * np.asarray(2 * z_loss, z.dtype)) if z_loss else c
-        n = numbers.get("count", np.asarray(classes, z.dtype))
+        n = numbers.get("count", jnp.asarray(classes, z.dtype))
         out = of_p * p - c * part.target(smoothing, n if smoothing else None)
     if g is not None:
         out = out + g * (jnp.where(part.hit, np.ones((), z.dtype), nothing) - p)
@@ -146,8 +146,11 @@ class _Device:
         x, w = given["x"], given["w"]
         self.tokens = x.shape[0]
         self.classes = blocks.shape[1] if blocks else w.shape[class_axis]
+        #: None for all tokens at once
+        self.chunk = None
         size = (self.tokens, w.shape[class_axis], x.dtype.itemsize)
-        self.chunk = min(chunk or default_chunk(*size), max(1, self.tokens))
+        if all(isinstance(n, int) for n in size):  # they may be symbols
+            self.chunk = chunk or default_chunk(*size)
 
     # ---- some tokens ----
 
@@ -202,7 +205,7 @@ class _Device:
                 part, numbers, valid, seen, self.classes, *found.values(), softcap=self.softcap, **self.options
             ).astype(u.dtype)  # fmt: skip
 
-        valid = (labels >= 0) & (labels < np.int32(self.classes))
+        valid = (labels >= 0) & (labels < jnp.asarray(self.classes, jnp.int32))
         if self.shared:
             own = class_rows.own_labels(labels, self.blocks, 1)
             numbers = class_rows.numbers_on_devices(
@@ -227,7 +230,7 @@ class _Device:
             results = self._results_of(numbers, labels)
             if not names:
                 return results
-            valid = (labels >= 0) & (labels < np.int32(self.classes))
+            valid = (labels >= 0) & (labels < jnp.asarray(self.classes, jnp.int32))
             return [*results, gradient(part, numbers, valid, rest[len(arrays) :])]
 
         found = self.kernel(whole)(u, labels, *arrays, *columns)
@@ -257,9 +260,9 @@ class _Device:
 
     def _in_chunks(self, per_token) -> tuple[dict, list]:
         """(sums over tokens by name, what each token has)."""
-        count, rest = -(-self.tokens // self.chunk), self.tokens % self.chunk
-        if count < 2:
+        if self.chunk is None or self.chunk >= self.tokens:
             return self._some(per_token, None)
+        count, rest = -(-self.tokens // self.chunk), self.tokens % self.chunk
 
         def chunk(i):
             start = jnp.minimum(i * self.chunk, self.tokens - self.chunk)

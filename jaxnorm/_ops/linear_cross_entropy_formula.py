@@ -108,12 +108,13 @@ class _Device:
         self.options = {"smoothing": smoothing, "z_loss": z_loss}
         self.entropy = "entropy" in results or "h" in given
         self.kernel = _plain if implementation == "xla" else row_program
-        self.shared = blocks is not None and bool(blocks.cut((1,)))  # devices share the classes
+        #: the blocks if devices share the classes
+        self.shared = blocks if blocks is not None and blocks.cut((1,)) else None
         #: whether coefficients of 0 hide tokens
         self.weighted = weighted and any(k in given for k in COTANGENTS.values())
         #: whether nothing is wanted of hidden tokens, which may hold NaN
         self.drops = self.weighted and not {"log_prob", "entropy"} & set(results)
-        self.skips = self.drops and not self.shared
+        self.skips = self.drops and self.shared is None
         x, w = given["x"], given["w"]
         self.tokens = x.shape[0]
         self.classes = blocks.shape[1] if blocks else w.shape[class_axis]
@@ -135,7 +136,7 @@ class _Device:
             found.append(("bias", self.given["bias"][None].astype(acc_dtype(some["x"].dtype))))
         mask = some.get("where", self.given.get("where"))
         if self.shared:
-            found += [("where", m) for m in class_rows.own_mask(mask, self.blocks, 1)]
+            found += [("where", m) for m in class_rows.own_mask(mask, self.shared, 1)]
         elif mask is not None:
             found.append(("where", mask))
         return found
@@ -178,9 +179,9 @@ class _Device:
 
         valid = (labels >= 0) & (labels < jnp.asarray(self.classes, jnp.int32))
         if self.shared:
-            own = class_rows.own_labels(labels, self.blocks, 1)
+            own = class_rows.own_labels(labels, self.shared, 1)
             numbers = class_rows.numbers_on_devices(
-                elements, (u, own, *arrays), own, self.blocks, 1, **numbers_wanted, run=self.kernel
+                elements, (u, own, *arrays), own, self.shared, 1, **numbers_wanted, run=self.kernel
             )
             results, keys = self._results_of(numbers, labels), list(numbers)
             if not names:
@@ -220,7 +221,7 @@ class _Device:
         found = dict(zip(names, columns, strict=True)) | sums
         x, w = given["x"], given["w"]
         if "dx" in found and self.shared:
-            found["dx"] = self.blocks.psum(found["dx"], (1,))
+            found["dx"] = self.shared.psum(found["dx"], (1,))
         for name in sums:
             if self.blocks:
                 found[name] = self.blocks.psum(found[name], (0,))
@@ -231,39 +232,40 @@ class _Device:
 
     def _in_chunks(self, per_token) -> tuple[dict, list]:
         """(sums over tokens by name, what each token has)."""
-        if self.chunk is None or self.chunk >= self.tokens:
+        size = self.chunk
+        if size is None or size >= self.tokens:
             return self._some(per_token, None)
-        count, rest = -(-self.tokens // self.chunk), self.tokens % self.chunk
+        count, rest = -(-self.tokens // size), self.tokens % size
 
         def chunk(i):
-            start = jnp.minimum(i * self.chunk, self.tokens - self.chunk)
-            some = {
-                n: jax.lax.dynamic_slice_in_dim(a, start, self.chunk) for n, a in per_token.items()
-            }
+            start = jnp.minimum(i * size, self.tokens - size)
+            some = {n: jax.lax.dynamic_slice_in_dim(a, start, size) for n, a in per_token.items()}
             if rest:  # the last chunk begins with tokens of the one before
-                new = start + jnp.arange(self.chunk, dtype=np.int32) >= i * self.chunk
+                new = start + jnp.arange(size, dtype=np.int32) >= i * size
                 for n in some.keys() & COTANGENTS.values():
                     some[n] = jnp.where(new, some[n], np.zeros((), some[n].dtype))
             return some
 
-        first = chunk(np.int32(0))
-        if self.skips:
-            shapes = jax.eval_shape(self._some, first, None)[0]
-            sums, done = jax.tree.map(self._zeros, shapes), 0
-        else:  # the first product makes the sums, which need no zeros then
-            (sums, columns), done = self._some(first, None), 1
-        numbers = jnp.arange(done, count, dtype=np.int32)
-        sums, more = jax.lax.scan(lambda sums, i: self._step(chunk(i), sums), sums, numbers)
-        if done:
-            more = [jnp.concatenate([c[None], m]) for c, m in zip(columns, more, strict=True)]
-        return sums, [self._flat(column, rest) for column in more]
+        def through(first, sums):
+            numbers = jnp.arange(first, count, dtype=np.int32)
+            return jax.lax.scan(lambda sums, i: self._step(chunk(i), sums), sums, numbers)
 
-    def _flat(self, column, rest):
+        one = chunk(np.int32(0))
+        if self.skips:
+            shapes = jax.eval_shape(self._some, one, None)[0]
+            sums, columns = through(0, jax.tree.map(self._zeros, shapes))
+        else:  # the first product makes the sums, which need no zeros then
+            sums, first = self._some(one, None)
+            sums, more = through(1, sums)
+            columns = [jnp.concatenate([c[None], m]) for c, m in zip(first, more, strict=True)]
+        return sums, [self._flat(column, size, rest) for column in columns]
+
+    def _flat(self, column, size, rest):
         """What each token has, from an array of chunks, of the last of which the `rest` at the end are new."""
         shape = column.shape[2:]
         if not rest:
             return column.reshape(-1, *shape)
-        return jnp.concatenate([column[:-1].reshape(-1, *shape), column[-1, self.chunk - rest :]])
+        return jnp.concatenate([column[:-1].reshape(-1, *shape), column[-1, size - rest :]])
 
     def _step(self, some, sums) -> tuple[dict, list]:
         if not self.skips:

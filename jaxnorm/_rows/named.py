@@ -1,5 +1,6 @@
 """Operations with a name as row programs, which compute their formulas on GPUs: whole calls, and parts of them."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -63,7 +64,7 @@ def _planned(operation, formula, kinds, params, device, _) -> RowCall | None:
     # Each device computes its own block, wherever the call was traced; 64 bits may have been allowed there alone.
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-        jax.enable_x64(wide or jax.config.jax_enable_x64),
+        jax.enable_x64(True) if wide else contextlib.nullcontext(),
     ):
         closed, constants = closed_of(
             functools.partial(formula, **dict(params)), [ShapedArray(*kind) for kind in kinds]

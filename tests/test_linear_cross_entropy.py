@@ -291,9 +291,10 @@ def test_hidden_tokens_of_further_derivatives(reduction):
         np.testing.assert_array_equal(a, b)
 
 
-def test_zero_cotangents_hide_nothing_from_derivatives():
+@pytest.mark.parametrize("weights", [None, "float"])
+def test_zero_cotangents_hide_nothing_from_derivatives(weights):
     """The gradient is linear in the cotangents of losses, at 0, too."""
-    operands = given()
+    operands = given(weights=weights) if weights else given()
     x = operands.pop("x")
 
     def pulled(ct):

@@ -333,9 +333,11 @@ def call_of(name, dtype, cts):
             operands |= {"g": cts["log_prob"], "h": cts["entropy"]}
     if "where" in operands:
         operands["where"] = operands["where"].reshape(-1, operands["where"].shape[-1])
+    if "weights" in kinds:
+        operands["seen"] = weights != 0
     names = tuple(n for n in primitives._ORDER if n in operands)
     params = options | {
-        "class_axis": 1, "chunk": 4, "weighted": "weights" in kinds, "implementation": None,
+        "class_axis": 1, "chunk": 4, "implementation": None,
     }  # fmt: skip
     params |= {"names": names, "results": results}
     return {n: operands[n] for n in names}, params, wanted

@@ -106,17 +106,17 @@ def linear_cross_entropy(
         "z_loss": _check.number(_OP, "z_loss", z_loss),
         "softcap": _positive("softcap", softcap, float, "logits without bounds"),
         "chunk": _positive("chunk", chunk, int, "a size that suits the shapes"),
-        "weighted": weights is not None,
         "implementation": implementation,
     }
     statistics = ("log_prob", "entropy") if return_stats else ()
     c = None if weights is None else _weights(weights, tokens, dtype)
+    if c is not None:
+        given["seen"] = c != 0
     if reduction == "none":
-        hiding = {} if c is None else {"c": c}
-        found = bind(forward_p, given | hiding, ("loss", *statistics), params)
+        found = bind(forward_p, given, ("loss", *statistics), params)
         loss = found["loss"]
         if c is not None:
-            loss = c * jnp.where(c == 0, np.zeros((), dtype), loss)
+            loss = c * jnp.where(given["seen"], loss, np.zeros((), dtype))
     else:
         if c is None:
             c = jnp.ones_like(given["labels"], dtype)

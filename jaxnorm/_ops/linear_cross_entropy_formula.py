@@ -3,7 +3,6 @@
 linear_cross_entropy_primitives.py has the notation.
 """
 
-import functools
 import math
 
 import jax
@@ -16,7 +15,7 @@ from jaxnorm._primitive.avals import vary_as
 from jaxnorm._primitive.named import by_name
 from jaxnorm._rows.named import row_program
 
-OF_TOKENS = ("labels", "c", "g", "h")
+OF_TOKENS = ("labels", "seen", "c", "g", "h")
 RESULTS = ("loss", "log_prob", "entropy")
 GRADIENTS = {"dx": "x", "dw": "w", "dbias": "bias"}
 # Which number of a token a result's cotangent is.
@@ -101,7 +100,7 @@ class _Device:
     Tokens are one dimension here.
     """
 
-    def __init__(self, given, results, *, class_axis, smoothing, z_loss, softcap, chunk, weighted,
+    def __init__(self, given, results, *, class_axis, smoothing, z_loss, softcap, chunk,
                  implementation, blocks=None):  # fmt: skip
         self.given, self.results = given, results
         self.class_axis, self.softcap, self.blocks = class_axis, softcap, blocks
@@ -110,10 +109,8 @@ class _Device:
         self.kernel = _plain if implementation == "xla" else row_program
         #: the blocks if devices share the classes
         self.shared = blocks if blocks is not None and blocks.cut((1,)) else None
-        #: whether coefficients of 0 hide tokens
-        self.weighted = weighted and any(k in given for k in COTANGENTS.values())
         #: whether nothing is wanted of hidden tokens, which may hold NaN
-        self.drops = self.weighted and not {"log_prob", "entropy"} & set(results)
+        self.drops = "seen" in given and not {"log_prob", "entropy"} & set(results)
         self.skips = self.drops and self.shared is None
         x, w = given["x"], given["w"]
         self.tokens = x.shape[0]
@@ -167,12 +164,12 @@ class _Device:
         numbers_wanted = self._numbers_wanted()
         names = list(coefficients)
         columns = [coefficients[n][:, None] for n in names]
-        if names and self.weighted:
+        if names and "seen" in some:
             columns.append(self._counts(some)[:, None])
 
         def gradient(part, numbers, valid, columns):
             found = dict.fromkeys(("c", "g", "h")) | dict(zip(names, columns, strict=False))
-            seen = columns[-1] if self.weighted else None
+            seen = columns[-1] if "seen" in some else None
             return _logits_gradient(
                 part, numbers, valid, seen, self.classes, *found.values(), softcap=self.softcap, **self.options
             ).astype(u.dtype)  # fmt: skip
@@ -242,8 +239,9 @@ class _Device:
             some = {n: jax.lax.dynamic_slice_in_dim(a, start, size) for n, a in per_token.items()}
             if rest:  # the last chunk begins with tokens of the one before
                 new = start + jnp.arange(size, dtype=np.int32) >= i * size
-                for n in some.keys() & COTANGENTS.values():
-                    some[n] = jnp.where(new, some[n], np.zeros((), some[n].dtype))
+                for n in COTANGENTS.values():
+                    if n in some:
+                        some[n] = jnp.where(new, some[n], np.zeros((), some[n].dtype))
             return some
 
         def through(first, sums):
@@ -282,14 +280,18 @@ class _Device:
         return vary_as(jnp.zeros(like.shape, like.dtype), jax.typeof(self.given["x"]))
 
     def _counts(self, some):
-        """Which tokens have a coefficient that is not 0."""
-        return functools.reduce(
-            jnp.logical_or, (some[k] != 0 for k in COTANGENTS.values() if k in some)
-        )
+        """Which tokens are seen, or have statistics whose derivative is wanted."""
+        counts = some["seen"]
+        for name in ("g", "h"):
+            if name in some:
+                counts |= some[name] != 0
+        return counts
 
     def _seen_features(self, some):
         """Those of some tokens, 0 where hidden."""
         x = some["x"]
+        if "seen" not in some:
+            return x
         return jnp.where(self._counts(some)[:, None], x, np.zeros((), x.dtype))
 
     def _some(self, some, sums) -> tuple[dict, list]:
@@ -307,7 +309,7 @@ class _Device:
             columns.append(_contract(du, w, 1, self.class_axis, kept))
         new = {}
         if "dw" in self.results:
-            x = self._seen_features(some) if self.weighted and not self.drops else some["x"]
+            x = some["x"] if self.drops else self._seen_features(some)
             pair = (x, du) if self.class_axis == 1 else (du, x)
             new["dw"] = _contract(*pair, 0, 0, dtype)
         if "dbias" in self.results:

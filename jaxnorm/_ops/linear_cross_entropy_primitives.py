@@ -16,8 +16,9 @@ where dx, dw and dbias are the gradients of sum(c * loss + g * log_prob + h * en
 its gradients from the pass that computes the loss: logits are computed once. That of each token's results computes the
 logits again.
 
-x is [*tokens, D], labels, c, g and h are [*tokens], w is [D, V] or [V, D] (`class_axis`), bias is [V], and `where` has
-the rank of x and broadcasts to [*tokens, V]. All operands have names (`_ORDER`).
+x is [*tokens, D], labels, `seen`, c, g and h are [*tokens], w is [D, V] or [V, D] (`class_axis`), bias is [V], and
+`where` has the rank of x and broadcasts to [*tokens, V]. A token that is not `seen` counts for no loss and no gradient,
+whatever it holds; without `seen` all count. All operands have names (`_ORDER`).
 """
 
 import functools
@@ -44,7 +45,7 @@ from jaxnorm._primitive.rules import NOT_MAPPED, add, is_present, mapped_size, s
 from jaxnorm._sharding import Blocks, Tiled
 
 _DOTS = {"x_dot": "x", "w_dot": "w", "bias_dot": "bias"}
-_ORDER = ("x", "w", "labels", "bias", "where", "c", "g", "h", *_DOTS)
+_ORDER = ("x", "w", "labels", "bias", "where", "seen", "c", "g", "h", *_DOTS)
 
 bind = functools.partial(bind_named, _ORDER)
 
@@ -187,20 +188,23 @@ grad_p = _define("linear_cross_entropy_grad")
 
 def _losses(given, results, params) -> dict:
     """The loss and other results of each token."""
-    taken = given if params["weighted"] else {n: v for n, v in given.items() if n != "c"}
+    taken = {n: v for n, v in given.items() if n != "c"}
     return bind(forward_p, taken, tuple(dict.fromkeys(("loss", *results))), params)
 
 
-def _seen(loss, c):
-    """Losses, 0 where a coefficient of 0 hides them: they may be NaN there."""
-    return jnp.where(c == 0, np.zeros((), loss.dtype), loss)
+def _seen(values, given):
+    """What tokens have, 0 for those that are hidden."""
+    if "seen" not in given:
+        return values
+    seen = given["seen"].reshape(given["seen"].shape + (1,) * (values.ndim - given["seen"].ndim))
+    return jnp.where(seen, values, np.zeros((), values.dtype))
 
 
 def _total_formula(*operands, names, results, **params):
     given = by_name(names, operands)
     found = _losses(given, results[1:], params)
     return [
-        jnp.sum(given["c"] * _seen(found["loss"], given["c"])),
+        jnp.sum(given["c"] * _seen(found["loss"], given)),
         *(found[r] for r in results[1:]),
     ]
 
@@ -244,7 +248,7 @@ def _tangents_of(given, dots, results, params) -> dict:
     moving = {f"{n}_dot": dots.get(n) for n in _DOTS.values() if is_present(dots.get(n))}
     if not moving or not results:
         return {}
-    fixed = only(given, ("x", "w", "labels", "bias", "where"))
+    fixed = only(given, ("x", "w", "labels", "bias", "where", "seen"))
     return bind(tangent_p, fixed | moving, results, params)
 
 
@@ -264,9 +268,9 @@ def _total_jvp(primals, tangents, *, names, results, **params):
         out = bind(grad_p, given, wanted, params)
     else:
         out = _losses(given, results[1:], params)
-    c, seen = given["c"], _seen(out["loss"], given["c"])
-    if params["weighted"] and "dx" in moving:  # the tangent of a hidden token may be NaN
-        moving["dx"] = _seen(moving["dx"], c[..., None])
+    c, seen = given["c"], _seen(out["loss"], given)
+    if "dx" in moving:  # the tangent of a hidden token may be NaN
+        moving["dx"] = _seen(moving["dx"], given)
     terms = [inner_product(out[n], t) for n, t in moving.items()]
     if is_present(dots["c"]):
         terms.append(jnp.sum(seen * dots["c"]))
@@ -370,7 +374,7 @@ def _total_batch(args, dims, *, names, results, **params):
         return _one_by_one(total_p, args, dims, params)
     given = by_name(names, operands)
     found = _losses(given, results[1:], params)
-    losses = given["c"] * _seen(found["loss"], given["c"])
+    losses = given["c"] * _seen(found["loss"], given)
     totals = jnp.sum(losses, tuple(range(1, losses.ndim)))
     return [totals, *(found[r] for r in results[1:])], [0] * len(results)
 

@@ -29,6 +29,14 @@ def dropout(x, scale, key):
     return table.layer_norm(jnp.where(keep, x, 0), scale, scale)
 
 
+def head(logits, labels, weights):
+    """The gradient of a weighted cross-entropy beside its loss, as linear_cross_entropy computes both."""
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+    hit = jnp.arange(logits.shape[-1]) == labels
+    loss = -jnp.sum(jnp.where(hit, log_p, 0), -1, keepdims=True)
+    return (weights * (jnp.exp(log_p) - hit) + loss).astype(logits.dtype)
+
+
 NORM, SUM = ("whole", "column", "column"), ("whole", "whole")
 KEY = ("whole", "column", "key")
 # name: (function, its arguments, shape of the whole ones, fields of the schedule)
@@ -51,6 +59,10 @@ PROGRAMS = {
     "cluster with parts of rows": (
         table.softmax, ("whole",), (300, 4096),
         {"source": "ring", "parts": True, "cluster": 2, "lanes": 64, "slots": 1, "rows_at_once": 2},
+    ),
+    "head of a language model": (
+        head, ("whole", "label", "row"), (300, 4096),
+        {"source": "ring", "parts": True, "cluster": 2, "lanes": 64, "slots": 1},
     ),
     "stream": (table.layer_norm, NORM, (9, 4096), {"source": "stream", "lanes": 64, "slots": 1}),
     "shifted": (table.layer_norm, NORM, (37, 1023), {}),
@@ -79,16 +91,23 @@ def run(name) -> bool:
     """Result and gradients of a program; whether they are finite."""
     function, kinds, shape, asked = PROGRAMS[name]
     generator = np.random.default_rng(0)
-    shapes = {"whole": shape, "column": shape[-1:], "group": (shape[0], shape[-1])}
-    args = [
-        np.array([1, 2], np.uint32)
-        if kind == "key"
-        else generator.standard_normal(shapes[kind]).astype(
-            np.float32 if kind == "column" else jnp.bfloat16
-        )
-        for kind in kinds
-    ]
-    moving = tuple(i for i, kind in enumerate(kinds) if kind != "key")
+    integers = {
+        "key": np.array([1, 2], np.uint32),
+        "label": np.arange(shape[0], dtype=np.int32)[:, None] * 7 % shape[-1],
+    }
+    shapes = {
+        "whole": shape,
+        "column": shape[-1:],
+        "group": (shape[0], shape[-1]),
+        "row": (shape[0], 1),
+    }
+
+    def floats(kind):
+        dtype = np.float32 if kind in ("column", "row") else jnp.bfloat16
+        return generator.standard_normal(shapes[kind]).astype(dtype)
+
+    args = [integers[kind] if kind in integers else floats(kind) for kind in kinds]
+    moving = tuple(i for i, kind in enumerate(kinds) if kind not in integers)
 
     def call(closed):
         plan = schedule(simplified(closed), device, **asked)

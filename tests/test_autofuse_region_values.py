@@ -103,9 +103,8 @@ def test_model(name, monkeypatch):
     for _, fused in forms.values():
         assert PROGRAM in primitives(fused, *args)
     results = jax.jit(lambda *args: {k: [f(*args) for f in fs] for k, fs in forms.items()})(*args)
-    for name, (expected, got) in results.items():
+    for expected, got in results.values():
         assert_close(got, expected, 2e-5)
-        assert_close(forms[name][1](*args), expected, 5e-5)
     assert np.isfinite(results["step"][0][0])
 
 

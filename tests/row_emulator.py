@@ -11,7 +11,12 @@ import subprocess
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from jaxnorm._rows import named, primitive
+from jaxnorm._rows.call import row_call
+from jaxnorm._rows.plan import DEVICES
 
 HERE = pathlib.Path(__file__).resolve().parent
 HEADER = HERE / "cuda_on_cpu.h"
@@ -265,6 +270,33 @@ def run(
             )
         found.append(array.copy().view(dtype).reshape(shape))
     return found
+
+
+def launch_row_programs(monkeypatch, *, fallback: bool) -> list:
+    """Makes row programs that run outside of jit run their kernels here.
+
+    Args:
+      monkeypatch: pytest's.
+      fallback: whether a formula that cannot be a row program may run as plain code; otherwise it is an error.
+
+    Returns:
+      The programs that ran, which grows as they do.
+    """
+    ran = []
+
+    def launched(*operands, jaxpr):
+        closed = primitive.typed(jaxpr, [jax.typeof(x) for x in operands])
+        avals = [(a.shape, a.dtype) for a in closed.out_avals]
+        ran.append(closed)
+        return [jnp.asarray(a) for a in run(row_call(closed, DEVICES[90]), operands, avals)]
+
+    def refuse(*_):
+        raise AssertionError("this is no row program")
+
+    monkeypatch.setattr(primitive.row_program_p, "impl", launched)
+    if not fallback:
+        monkeypatch.setattr(named, "run_program", refuse)
+    return ran
 
 
 def supported() -> bool:

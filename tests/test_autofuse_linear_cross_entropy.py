@@ -246,7 +246,7 @@ def is_class(labels):
     return (labels >= 0) & (labels < 32)
 
 
-# name: (the loss of labels of which some are no class, whether it is NaN)
+# name: (a loss, whether labels outside of the classes make the loss NaN)
 LABELS_OF_NO_CLASS = {
     "all count": (lambda x, w, n: optax_loss(x @ w, n).sum(), True),
     "hidden": (lambda x, w, n: jnp.where(is_class(n), optax_loss(x @ w, n), 0).sum(), False),

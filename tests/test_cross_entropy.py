@@ -18,9 +18,6 @@ from suite import needs_cpu, rand
 
 import jaxnorm
 from jaxnorm._ops import cross_entropy
-from jaxnorm._rows import named, primitive
-from jaxnorm._rows.call import row_call
-from jaxnorm._rows.plan import DEVICES as GPUS
 from jaxnorm._sharding import DEVICES, Blocks
 
 inf, nan = np.inf, np.nan
@@ -639,20 +636,7 @@ def test_special_rows_in_parts(mesh, spec, columns, masked, smoothing):
 @parts_options
 def test_kernels_of_parts(masked, smoothing, monkeypatch):
     """The kernels' text, run on a CPU: eight devices share 49 classes; one kernel forward and one backward."""
-    ran = []
-
-    def run(*operands, jaxpr):
-        closed = primitive.typed(jaxpr, [jax.typeof(x) for x in operands])
-        avals = [(a.shape, a.dtype) for a in closed.out_avals]
-        ran.append(closed)
-        call = row_call(closed, GPUS[90])
-        return [jnp.asarray(a) for a in row_emulator.run(call, operands, avals)]
-
-    def refuse(*_):
-        raise AssertionError("this is no row program")
-
-    monkeypatch.setattr(primitive.row_program_p, "impl", run)
-    monkeypatch.setattr(named, "run_program", refuse)
+    ran = row_emulator.launch_row_programs(monkeypatch, fallback=False)
     devices, columns = 8, 49
     x, labels, where = special_parts(columns)
     ct = np.array(rand(ROWS, seed=42))

@@ -17,9 +17,6 @@ from test_linear_cross_entropy import expected, given, moving, results_of
 
 from jaxnorm._ops import linear_cross_entropy_primitives as primitives
 from jaxnorm._ops.linear_cross_entropy_formula import formula
-from jaxnorm._rows import named, primitive
-from jaxnorm._rows.call import row_call
-from jaxnorm._rows.plan import DEVICES as GPUS
 from jaxnorm._sharding import DEVICES, Blocks
 
 BATCH, LENGTH, FEATURES, CLASSES, CHUNK = 4, 24, 4, 64, 5
@@ -280,20 +277,7 @@ def test_shard_map(kind, check_vma):
 @pytest.fixture
 def kernels(monkeypatch):
     """The row programs that ran, as the emulator runs their kernels; one that cannot be a kernel is an error."""
-    ran = []
-
-    def run(*operands, jaxpr):
-        closed = primitive.typed(jaxpr, [jax.typeof(x) for x in operands])
-        avals = [(a.shape, a.dtype) for a in closed.out_avals]
-        ran.append(closed)
-        call = row_call(closed, GPUS[90])
-        return [jnp.asarray(a) for a in row_emulator.run(call, operands, avals)]
-
-    def refuse(*_):
-        raise AssertionError("this is no row program")
-
-    monkeypatch.setattr(primitive.row_program_p, "impl", run)
-    monkeypatch.setattr(named, "run_program", refuse)
+    ran = row_emulator.launch_row_programs(monkeypatch, fallback=False)
     with jax.disable_jit():
         yield ran
 

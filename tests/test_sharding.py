@@ -838,15 +838,7 @@ def test_programs_of_parts(shape, dtype, names):
 @operands_of_softmax
 def test_kernels_of_parts(log, dtype, names, monkeypatch):
     """The kernels' text, run on a CPU: values, tangents and gradients of rows that eight devices cut unevenly."""
-
-    def run(*operands, jaxpr):
-        closed = primitive.typed(jaxpr, [jax.typeof(x) for x in operands])
-        avals = [(a.shape, a.dtype) for a in closed.out_avals]
-        return [
-            jnp.asarray(a) for a in row_emulator.run(row_call(closed, GPUS[90]), operands, avals)
-        ]
-
-    monkeypatch.setattr(primitive.row_program_p, "impl", run)
+    row_emulator.launch_row_programs(monkeypatch, fallback=True)
     columns, floor = 49, 16 if dtype == "float32" else 2  # a bfloat16 is rounded once
     given, t = special_rows(names, columns, dtype), rand((ROWS, columns), 43, dtype)
     parts = Parts((ROWS, columns))

@@ -28,7 +28,7 @@ from jaxnorm._primitive.programs import run_equation, source_line
 
 # What was checked and failed says more than what did not look right.
 _CHECKED = 2
-# The last operation first: the cross-entropy has a softmax in it, and that of a product has a cross-entropy.
+# The last operation first: a cross-entropy contains a softmax, and a linear cross-entropy contains a cross-entropy.
 _FINDERS = (
     linear_cross_entropy.candidates,
     *dict.fromkeys(op.find for op in reversed(OPERATIONS.values())),

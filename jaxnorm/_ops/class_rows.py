@@ -98,6 +98,11 @@ class Part:
         return one_hot + np.asarray(smoothing, dtype) / count if smoothing else one_hot
 
 
+def is_class(labels, classes):
+    """Whether labels are classes, of which there are so many."""
+    return (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
+
+
 def joined(numbers: Numbers, blocks: Blocks, dims: tuple[int, ...]) -> Numbers:
     """The numbers of whole rows from those of each device's part, by one maximum and one sum over devices.
 
@@ -189,5 +194,5 @@ def numbers_on_devices(
         return [numbers[name] for name in names]
 
     numbers = dict(zip(names, run(formula)(*operands), strict=True))
-    numbers["has_label"] = (labels >= 0) & (labels < np.int32(blocks.size(axis)))
+    numbers["has_label"] = is_class(labels, blocks.size(axis))
     return joined(numbers, blocks, (axis,))

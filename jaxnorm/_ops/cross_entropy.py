@@ -196,10 +196,6 @@ def _part(x, labels, where, axis) -> class_rows.Part:
     )
 
 
-def _is_class(labels, classes):
-    return (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
-
-
 def _count(part, classes):
     """The number of classes that the mask keeps."""
     return part.count() if part.mask is not None else jnp.asarray(classes, part.logits.dtype)
@@ -209,7 +205,7 @@ def _losses(numbers, labels, classes, smoothing):
     """(nll, lse)."""
     n = numbers.get("count", classes)
     nll = class_rows.negative_log_likelihood(numbers, smoothing, n)
-    nll = jnp.where(_is_class(labels, classes), nll, np.asarray(np.nan, nll.dtype))
+    nll = jnp.where(class_rows.is_class(labels, classes), nll, np.asarray(np.nan, nll.dtype))
     return [nll, jnp.broadcast_to(class_rows.log_sum_exp(numbers), nll.shape)]
 
 
@@ -245,7 +241,7 @@ def _jvp_reference(x, lse, labels, x_dot, *where, axis, smoothing, implementatio
     p = part.kept(jnp.exp(part.logits - lse))
     q = part.target(smoothing, _count(part, x.shape[axis]) if smoothing else None)
     sums = [jnp.sum(terms, axis, keepdims=True) for terms in (p * t, q * t)]
-    valid = _is_class(labels, x.shape[axis])
+    valid = class_rows.is_class(labels, x.shape[axis])
     return [jnp.where(valid, s, jnp.zeros((), s.dtype)) for s in sums]
 
 
@@ -260,7 +256,9 @@ def _bwd_reference(x, lse, labels, a, b, *where, axis, smoothing, implementation
     part, classes = _part(x, labels, where, axis), x.shape[axis]
     p = jnp.exp(part.logits - lse)
     count = _count(part, classes) if smoothing else None
-    return [_gradient(part, p, _is_class(labels, classes), count, a, b, smoothing, x.dtype)]
+    return [
+        _gradient(part, p, class_rows.is_class(labels, classes), count, a, b, smoothing, x.dtype)
+    ]
 
 
 def _bwd_on_part(x, lse, labels, a, b, *where, axis, smoothing, implementation=None, blocks):
@@ -268,7 +266,7 @@ def _bwd_on_part(x, lse, labels, a, b, *where, axis, smoothing, implementation=N
     del implementation
     classes = blocks.shape[axis]
     mask = class_rows.own_mask(where[0] if where else None, blocks, axis)
-    valid, count = _is_class(labels, classes), []
+    valid, count = class_rows.is_class(labels, classes), []
     if smoothing and where:
         part = _part(x, labels, mask, axis)
         count = [blocks.psum(part.count(), (axis,))]
@@ -362,7 +360,9 @@ def _bwd_alone(x, labels, a, b, *where, axis, smoothing, implementation=None):
     e = jnp.exp(z - jnp.where(m == -jnp.inf, np.zeros((), z.dtype), m))
     p = e / jnp.sum(e, axis, keepdims=True)
     count = _count(part, classes) if smoothing else None
-    return [_gradient(part, p, _is_class(labels, classes), count, a, b, smoothing, x.dtype)]
+    return [
+        _gradient(part, p, class_rows.is_class(labels, classes), count, a, b, smoothing, x.dtype)
+    ]
 
 
 cross_entropy_fwd_p = _define(

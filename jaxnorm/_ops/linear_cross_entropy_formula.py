@@ -49,7 +49,7 @@ def _rows(u, labels, bias, mask, softcap) -> class_rows.Part:
 
 def _token_results(numbers, labels, classes, wanted, *, smoothing, z_loss) -> dict:
     """Results by name; with size 1 along the classes."""
-    valid = (labels >= 0) & (labels < jnp.asarray(classes, jnp.int32))
+    valid = class_rows.is_class(labels, classes)
     lse = class_rows.log_sum_exp(numbers)
     nan = np.asarray(np.nan, lse.dtype)
     found = {}
@@ -174,7 +174,6 @@ class _Device:
                 part, numbers, valid, seen, self.classes, *found.values(), softcap=self.softcap, **self.options
             ).astype(u.dtype)  # fmt: skip
 
-        valid = (labels >= 0) & (labels < jnp.asarray(self.classes, jnp.int32))
         if self.shared:
             own = class_rows.own_labels(labels, self.shared, 1)
             numbers = class_rows.numbers_on_devices(
@@ -189,6 +188,7 @@ class _Device:
                 part = elements(u, own, *rest[: len(arrays)])
                 return [gradient(part, shared, valid, rest[len(arrays) :])]
 
+            valid = class_rows.is_class(labels, self.classes)
             operands = u, own, valid, *numbers.values(), *arrays, *columns
             return results, self.kernel(from_numbers)(*operands)
 
@@ -199,7 +199,7 @@ class _Device:
             results = self._results_of(numbers, labels)
             if not names:
                 return results
-            valid = (labels >= 0) & (labels < jnp.asarray(self.classes, jnp.int32))
+            valid = class_rows.is_class(labels, self.classes)
             return [*results, gradient(part, numbers, valid, rest[len(arrays) :])]
 
         found = self.kernel(whole)(u, labels, *arrays, *columns)

@@ -135,15 +135,7 @@ def define_primitive(
       The primitive, without differentiation and batching rules.
     """
     primitive = define_formula(name, abstract=abstract, formula=reference)
-    lower_reference = mlir.lower_fun(reference, multiple_results=True)
-
-    def lower_formula(ctx, operands, params, reason):
-        if params["implementation"] == "kernel":
-            raise ValueError(
-                f"{describe(len(operands), **params)}: implementation must be None or 'xla' for {reason}, which has no "
-                "kernel, got 'kernel'. Use implementation=None to fall back by itself."
-            )
-        return lower_reference(ctx, *operands, **params)
+    lower_formula = _formula_lowering(reference, describe)
 
     def refusal(ctx, params, platform):
         if params["implementation"] == "xla":
@@ -255,14 +247,6 @@ def define_partitioned(
     primitive = define_formula(name, abstract=abstract, formula=formula)
     lower = mlir.lower_fun(formula, multiple_results=True)
 
-    def lower_formula(ctx, operands, params, reason):
-        if params["implementation"] == "kernel" and reason:
-            raise ValueError(
-                f"{describe(len(operands), **params)}: implementation must be None or 'xla' for {reason}, which has no "
-                "kernel, got 'kernel'. Use implementation=None to fall back by itself."
-            )
-        return lower(ctx, *operands, **params)
-
     def refusal(ctx, params, platform):
         if params["implementation"] == "kernel" and platform != "cuda":
             return f"platform {platform}"
@@ -273,9 +257,24 @@ def define_partitioned(
         refusal=refusal,
         kernel=lambda ctx, operands, params, _: lower(ctx, *operands, **params),
         partitioned=partitioned_lowering(primitive, sharding_rule, partition),
-        formula=lower_formula,
+        formula=_formula_lowering(formula, describe),
     )
     return primitive
+
+
+def _formula_lowering(formula: Callable, describe: Callable[..., str]) -> Callable:
+    """The lowering, (ctx, operands, params, why no kernel runs) -> results; an error where a kernel is asked for."""
+    lower = mlir.lower_fun(formula, multiple_results=True)
+
+    def lower_formula(ctx, operands, params, reason):
+        if params["implementation"] == "kernel":
+            raise ValueError(
+                f"{describe(len(operands), **params)}: implementation must be None or 'xla' for {reason}, which has no "
+                "kernel, got 'kernel'. Use implementation=None to fall back by itself."
+            )
+        return lower(ctx, *operands, **params)
+
+    return lower_formula
 
 
 def _register(

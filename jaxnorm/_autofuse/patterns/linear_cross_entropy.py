@@ -151,7 +151,7 @@ def _match(
     if any(_depends(program, f.node, (head.x_node, head.w_node)) for f in summand.factors):
         raise Mismatch("a factor of the losses depends on x or w")
     tokens = tuple(d for d in identity(loss.logits.node) if d != loss.axis)
-    # From dimensions of what is summed to those of the logits.
+    # Dimensions of the summed array -> dimensions of the logits.
     place = tuple(loss.logits.dims.index(summand.loss.dims.index(d)) for d in range(rank))
 
     def per_token(operand: Operand) -> Apart:
@@ -316,7 +316,7 @@ def _head(logits: _Logits) -> _Head:
         raise Mismatch("the product contracts several dimensions")
     operands = [(v, c[0]) for v, c in zip(logits.equation.inputs, contracted, strict=True)]
     free = [[i for i in range(v.aval.ndim) if i != c] for v, c in operands]
-    # Dimensions of the result are those of the first operand that are left, and those of the second.
+    # The result has the first operand's uncontracted dimensions, then the second operand's.
     result = [
         logits.dims[d] if d is not None else None for d in logits.equation.outputs[0].view.dims
     ]

@@ -150,10 +150,7 @@ def table(rich, records: Sequence[dict], device: str):
         base = bases.setdefault(r["case"], r)
         cells = []
         for key, text in (("seconds", display.duration), ("temporary_bytes", _gigabytes)):
-            value, before = r.get(key), base.get(key)
-            cells.append("" if value is None else text(value))
-            compared = r is not base and value is not None and before
-            cells.append(f"{value / before:.0%}" if compared else "")
+            cells += timing.compared(r.get(key), None if r is base else base.get(key), text)
         share = r.get("share_of_copy")
         name = r["implementation"] if "share_of_copy" not in r else r["direction"]
         result.add_row(
@@ -198,9 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timing.write_json(options.json, {"header": head, "records": records})
     console = rich.console()
     console.print(table(rich, records, head["device"]))
-    failed = [r for r in records if r["error"]]
-    for r in failed:
-        console.print(f"{r['case']}, {r['implementation']}: {r['error']}", markup=False)
+    failed = timing.print_failures(console, records)
     return int(any(r["implementation"] != "optax" for r in failed))
 
 

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import jax
@@ -216,6 +216,23 @@ def error_text(error: Exception) -> str:
         return f"not installed: {error.name}"
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+def compared(
+    value: float | None, base: float | None, text: Callable[[float], str]
+) -> tuple[str, str]:
+    """The cells of a number: as text, and as a part of `base`, which is None for the base itself."""
+    if value is None:
+        return "", ""
+    return text(value), f"{value / base:.0%}" if base else ""
+
+
+def print_failures(console, records: Sequence[dict]) -> list[dict]:
+    """Prints the records of failures; returns them."""
+    failed = [r for r in records if r["error"]]
+    for r in failed:
+        console.print(f"{r['case']}, {r['implementation']}: {r['error']}", markup=False)
+    return failed
 
 
 def write_json(path: str | os.PathLike, value) -> None:

@@ -314,16 +314,13 @@ def table(rich, records: Sequence[dict], device: str):
         plain, *others = (r for r in records if r["case"] == label)
         for r in (plain, *others):
             cells = []
-            for of, form in (
+            for number, text in (
                 (lambda r: r.get("seconds"), display.duration),
                 (rest, display.duration),
                 (lambda r: r.get("temporary_bytes"), _megabytes),
                 (lambda r: r.get("residual_bytes"), _megabytes),
             ):
-                value, before = of(r), of(plain)
-                cells.append("" if value is None else form(value))
-                compared = r is not plain and None not in (value, before) and before
-                cells.append(f"{value / before:.0%}" if compared else "")
+                cells += timing.compared(number(r), None if r is plain else number(plain), text)
             result.add_row(label if r is plain else "", r["implementation"], *cells)
     return result
 
@@ -365,9 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 timing.write_json(options.json, {"header": head, "records": records})
     console = rich.console()
     console.print(table(rich, records, head["device"]))
-    failed = [r for r in records if r["error"]]
-    for r in failed:
-        console.print(f"{r['case']}, {r['implementation']}: {r['error']}", markup=False)
+    failed = timing.print_failures(console, records)
     return int(any(r["implementation"] in ("autofuse", "jaxnorm") for r in failed))
 
 

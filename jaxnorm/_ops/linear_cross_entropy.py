@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from jaxnorm import _check
 from jaxnorm._ops.cross_entropy import labels_of, smoothing_of
-from jaxnorm._ops.linear_cross_entropy_primitives import bind, forward_p, total_p
+from jaxnorm._ops.linear_cross_entropy_primitives import bind, forward_p, total_p, zero_where_hidden
 from jaxnorm._primitive.arithmetic import acc_dtype
 
 _OP = "linear_cross_entropy"
@@ -116,7 +116,7 @@ def linear_cross_entropy(
         found = bind(forward_p, given, ("loss", *statistics), params)
         loss = found["loss"]
         if c is not None:
-            loss = c * jnp.where(given["seen"], loss, np.zeros((), dtype))
+            loss = c * zero_where_hidden(loss, given)
     else:
         if c is None:
             c = jnp.ones_like(given["labels"], dtype)

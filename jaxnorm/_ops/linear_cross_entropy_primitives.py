@@ -192,7 +192,7 @@ def _losses(given, results, params) -> dict:
     return bind(forward_p, taken, tuple(dict.fromkeys(("loss", *results))), params)
 
 
-def _seen(values, given):
+def zero_where_hidden(values, given):
     """What tokens have, 0 for those that are hidden."""
     if "seen" not in given:
         return values
@@ -204,7 +204,7 @@ def _total_formula(*operands, names, results, **params):
     given = by_name(names, operands)
     found = _losses(given, results[1:], params)
     return [
-        jnp.sum(given["c"] * _seen(found["loss"], given)),
+        jnp.sum(given["c"] * zero_where_hidden(found["loss"], given)),
         *(found[r] for r in results[1:]),
     ]
 
@@ -268,9 +268,9 @@ def _total_jvp(primals, tangents, *, names, results, **params):
         out = bind(grad_p, given, wanted, params)
     else:
         out = _losses(given, results[1:], params)
-    c, seen = given["c"], _seen(out["loss"], given)
+    c, seen = given["c"], zero_where_hidden(out["loss"], given)
     if "dx" in moving:  # the tangent of a hidden token may be NaN
-        moving["dx"] = _seen(moving["dx"], given)
+        moving["dx"] = zero_where_hidden(moving["dx"], given)
     terms = [inner_product(out[n], t) for n, t in moving.items()]
     if is_present(dots["c"]):
         terms.append(jnp.sum(seen * dots["c"]))
@@ -374,7 +374,7 @@ def _total_batch(args, dims, *, names, results, **params):
         return _one_by_one(total_p, args, dims, params)
     given = by_name(names, operands)
     found = _losses(given, results[1:], params)
-    losses = given["c"] * _seen(found["loss"], given)
+    losses = given["c"] * zero_where_hidden(found["loss"], given)
     totals = jnp.sum(losses, tuple(range(1, losses.ndim)))
     return [totals, *(found[r] for r in results[1:])], [0] * len(results)
 

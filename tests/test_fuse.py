@@ -685,6 +685,31 @@ def test_checkpoint_policy(saved):
     assert_alike(jax.grad(checked)(x), jax.grad(loss)(x), 1e-6)
 
 
+@pytest.mark.parametrize("columns", [128, 136])
+def test_statistics_of_long_rows_are_saved(columns):
+    """A number costs 64 bits to write and to read, a reduction half a bit for each element."""
+    x, w = suite.rand((4, columns), "bfloat16"), suite.rand((columns,))
+    explained = jaxnorm.fuse(layer_norm).explain(x, w)
+    numbers = 2 if columns > 128 else 0
+    assert explained.saved == ("float32[4,1]",) * numbers
+    assert explained.backward_read == 2 * x.nbytes + w.nbytes + numbers * 4 * 4
+    assert len(explained.backward.phases) == (2 if columns > 128 else 3)
+
+
+def test_statistics_are_saved_in_float32():
+    """Those of 16-bit code too: the kernels of forward and of backward compute with the same number."""
+
+    def norm(x):
+        return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
+
+    x = suite.rand((4, 256), "bfloat16")
+    explained = jaxnorm.fuse(norm).explain(x)
+    assert explained.saved == ("float32[4,1]",)
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(f(x) ** 3))(x) for f in (jaxnorm.fuse(norm), norm))
+    assert got.dtype == jnp.bfloat16
+    assert_alike(got, want, 2e-2)
+
+
 def test_derivative_functions_are_used_again():
     x, w = suite.rand((4, 8), "float64"), suite.rand((8,), "float64", 1)
     fused = jaxnorm.fuse(layer_norm)

@@ -45,7 +45,7 @@ program, direction                       row columns tile block   source    kept
 rms_norm forward                         128 4x8        1 128x8   registers    0
 rms_norm backward                        256 2x8        1 256x1   ring 3       0 persistent hoist
 layer_norm forward                       128 4x8        1 128x8   registers    0
-layer_norm backward                      256 2x8        1 256x1   ring 3       1 persistent hoist
+layer_norm backward                      256 2x8        2 256x1   ring 2       0 persistent hoist
 softmax forward                          128 4x8        1 128x6   registers    1
 softmax backward                         256 2x8        1 256x3   registers    1
 gated_rms_norm forward                   256 2x8        1 256x4   registers    1
@@ -55,13 +55,13 @@ l2_normalize backward                    256 2x8        1 256x4   registers    0
 swiglu forward                           512 1x8        2 512x2   registers    0
 swiglu backward                          512 1x8        1 512x2   registers    0
 layer_norm_gelu forward                  128 4x8        1 128x8   registers    0
-layer_norm_gelu backward                 256 2x8        2 256x1   ring 2       2 persistent hoist
+layer_norm_gelu backward                 256 2x8        1 256x2   ring 3       1 persistent hoist
 gelu_bias forward                        256 2x8        2 256x4   registers    0
 gelu_bias backward                       512 1x8        2 512x1   registers    0 persistent hoist
 dyt forward                              256 2x8        2 256x4   registers    0
 dyt backward                             512 1x8        2 512x1   registers    0 persistent hoist
 adaln forward                            256 2x8        4 256x2   registers    0
-adaln backward                           256 2x8        1 256x1   ring 3       1 persistent hoist
+adaln backward                           256 2x8        2 256x1   ring 2       1 persistent hoist
 qk_norm_rotary forward                     8 1x8       32 256x2   registers    0
 qk_norm_rotary backward                    8 1x8       32 256x2   registers    2 persistent hoist
 rms_norm_fp8 forward                     128 4x8        1 128x8   registers    0
@@ -74,11 +74,11 @@ soft_label_cross_entropy backward       1024 4x8        1 1024x1  registers    0
 entropy forward                          512 4x8*8      1 512x2   stream       0
 entropy backward                       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 log_probability_entropy forward          512 4x8*8      1 512x2   stream       0
-log_probability_entropy backward       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
+log_probability_entropy backward       4*512 8x8        1 512x1   ring 2       0 persistent
 dropout_residual_layer_norm forward      256 2x8        1 256x4   registers    1
-dropout_residual_layer_norm backward     256 2x8        1 256x1   ring 2       1 persistent hoist
+dropout_residual_layer_norm backward     256 2x8        2 256x1   ring 2       0 persistent hoist
 layer_norm_gelu_4095 forward             128 16x2       1 128x8   registers    0 shifted
-layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       2 persistent hoist shifted
+layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       1 persistent hoist shifted
 channel_softmax forward                 2*32 16x1      32 256x3   registers    0 side 8
 channel_softmax backward                4*32 8x1       32 256x3   registers    0 side 8
 channel_softmax_64 forward                 4 16x1     128 128x6   registers    0 side 8
@@ -118,23 +118,23 @@ layer_norm_gelu_64 backward                8 1x8       64 256x1   ring 3       2
 layer_norm_gelu_128 forward                8 2x8       64 256x2   registers    0
 layer_norm_gelu_128 backward               8 2x8       64 256x1   ring 2       2 persistent hoist
 layer_norm_gelu_256 forward               16 2x8       32 256x2   registers    0
-layer_norm_gelu_256 backward              16 2x8       32 256x1   ring 2       2 persistent hoist
+layer_norm_gelu_256 backward              16 2x8       32 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_512 forward               32 2x8        8 128x8   registers    0
-layer_norm_gelu_512 backward              32 2x8        8 128x2   ring 3       2 persistent hoist
+layer_norm_gelu_512 backward              32 2x8        8 128x2   ring 3       1 persistent hoist
 layer_norm_gelu_1024 forward              32 4x8        4 128x8   registers    0
-layer_norm_gelu_1024 backward             64 2x8        4 64x4    ring 3       2 persistent hoist
+layer_norm_gelu_1024 backward             64 2x8        4 64x4    ring 3       1 persistent hoist
 layer_norm_gelu_2048 forward              64 4x8        1 64x16   registers    0
-layer_norm_gelu_2048 backward            128 2x8        2 128x2   ring 3       2 persistent hoist
+layer_norm_gelu_2048 backward            128 2x8        2 128x3   ring 3       1 persistent hoist
 layer_norm_gelu_8192 forward             256 4x8        1 256x4   registers    0
-layer_norm_gelu_8192 backward            256 4x8        1 256x1   ring 2       2 persistent hoist
+layer_norm_gelu_8192 backward          2*256 2x8        1 256x2   ring 3       1 persistent hoist
 layer_norm_gelu_16384 forward            512 4x8        1 512x2   registers    0
-layer_norm_gelu_16384 backward         2*256 4x8        1 256x1   ring 2       2 persistent hoist
+layer_norm_gelu_16384 backward         2*256 4x8        1 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_32768 forward          2*1024 2x8        1 1024x1  ring 2       0 persistent hoist
-layer_norm_gelu_32768 backward         4*256 4x8        1 256x1   ring 2       2 persistent hoist
+layer_norm_gelu_32768 backward         4*256 4x8        1 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_65536 forward          2*1024 2x8*2      2 1024x1  ring 3       0 persistent
-layer_norm_gelu_65536 backward         8*256 4x8        1 256x1   ring 2       2 persistent hoist
+layer_norm_gelu_65536 backward         8*256 4x8        1 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_131072 forward         2*1024 2x8*4      1 1024x1  ring 6       0 persistent
-layer_norm_gelu_131072 backward        8*256 8x8        1 256x1   ring 2       1 persistent
+layer_norm_gelu_131072 backward        22*384 2x8        1 512x1   ring 9       0 persistent hoist
 soft_capped_softmax_64 forward             8 1x8       32 256x2   registers    2
 soft_capped_softmax_64 backward            8 1x8       32 256x2   registers    2
 soft_capped_softmax_128 forward            8 2x8       32 256x2   registers    2
@@ -146,9 +146,9 @@ soft_capped_softmax_512 backward          16 4x8       16 256x2   registers    2
 soft_capped_softmax_1024 forward          32 4x8        4 128x6   registers    2
 soft_capped_softmax_1024 backward         32 4x8        4 128x4   registers    2
 soft_capped_softmax_2048 forward          64 4x8        1 64x12   registers    1
-soft_capped_softmax_2048 backward        128 2x8        1 128x6   registers    1
+soft_capped_softmax_2048 backward        128 2x8        1 128x4   registers    2
 soft_capped_softmax_4096 forward         128 4x8        1 128x6   registers    1
-soft_capped_softmax_4096 backward        256 2x8        1 256x3   registers    1
+soft_capped_softmax_4096 backward        256 2x8        1 256x2   registers    2
 soft_capped_softmax_8192 forward         256 4x8        1 256x3   registers    1
 soft_capped_softmax_8192 backward        256 4x8        1 256x2   registers    2
 soft_capped_softmax_16384 forward        512 4x8        1 512x1   ring 2       1 persistent
@@ -167,14 +167,8 @@ SPILLED = {
     ("layer_norm_gelu_4095", "backward", 100): 240,
     ("layer_norm_gelu_4095", "backward", 120): 320,
     ("gated_rms_norm_16384", "backward", 90): 96,
-    ("layer_norm_gelu_131072", "backward", 90): 1200,
+    ("log_probability_entropy", "backward", 120): 256,
 }
-
-# The same where JAX 0.11 and later write the gradient of tanh in another way.
-NEWER_PLANS = """
-soft_capped_softmax_2048 backward        128 2x8        1 128x4   registers    2
-soft_capped_softmax_4096 backward        256 2x8        1 256x2   registers    2
-"""
 
 needs_nvrtc = pytest.mark.skipif(launcher.nvrtc()[0] is None, reason="NVRTC is not installed")
 
@@ -214,9 +208,6 @@ def line(name, direction, plan):
 def test_table_of_plans():
     """What `schedule` decides for each program."""
     wanted = PLANS.strip().splitlines()[1:]
-    if jax.__version_info__ >= (0, 11):
-        newer = {text.split(" ")[0]: text for text in NEWER_PLANS.strip().splitlines()}
-        wanted = [newer.get(t.split()[0], t) if "backward" in t else t for t in wanted]
     found = [
         line(name, direction, schedule(simplified(traced(name, direction)), H100))
         for name, direction in KERNELS
@@ -241,7 +232,7 @@ def check_resources(name, direction, architecture):
     assert of_warp * call.threads // 32 * plan.blocks <= REGISTERS
     assert call.shared_bytes <= device.shared_bytes
     assert plan.blocks * (call.shared_bytes + 1024) <= device.shared_bytes + 1024
-    assert call.cluster in (1, 2, 4, 8)
+    assert call.cluster in (1, 2, 4, 8) or plan.grid
     if architecture < 90:
         assert call.cluster == 1
         assert plan.source != "ring"
@@ -325,8 +316,12 @@ def test_explain_is_the_call():
     """What is described is what lowering makes."""
     fused = jaxnorm.fuse(gated)
     explained = fused.explain(*gated_arguments())
-    jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(fused, *a)[1](a[0]))(*gated_arguments())
-    made = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive is primitive.row_program_p]
+    calls = fused, lambda *a: jax.vjp(fused, *a)[1](a[0])
+    jaxprs = [jax.make_jaxpr(call)(*gated_arguments()) for call in calls]
+    made = [
+        [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive is primitive.row_program_p][-1]
+        for jaxpr in jaxprs
+    ]
     forward, backward = (primitive.compiled_call(p) or row_call(p, H100) for p in made)
     assert (explained.full_source, explained.backward.full_source) == (
         forward.source,

@@ -188,7 +188,7 @@ def test_torch_computes_the_same(case):
 
 @pytest.mark.parametrize("case", PROGRAMS, ids=NAME)
 def test_one_call_each_way(case):
-    """And backward of users' sizes reads no more than the table says."""
+    """And backward of users' sizes reads what the table says, and a row's statistics."""
     calls = {"forward": 1, "vjp": 1, "both": 2}
     for direction in case.directions:
         program = row_peers.trace("jaxnorm", case, direction, case.sizes)
@@ -198,7 +198,8 @@ def test_one_call_each_way(case):
             arguments = case.avals()
             moved = program.residual_bytes + row_programs.nbytes(case.results())
             moved += row_programs.nbytes(arguments[: case.differentiated])
-            assert moved <= case.min_bytes("vjp")
+            # Statistics of rows, which the table does not count, save reductions.
+            assert moved <= 1.02 * case.min_bytes("vjp")
 
 
 def test_row_jaxprs():

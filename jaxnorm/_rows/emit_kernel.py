@@ -146,22 +146,24 @@ class Emitter(Grid):
     def _tile(self):
         plan, w = self.plan, self.w
         whole_stages = plan.source == "ring" and not plan.parts
-        if whole_stages:
-            self._wait_for_stage("turn")
         if plan.passes > 1:
+            self._wait_for_stage("turn")
             with w.block(f'_Pragma("unroll 1") for (int pass = 0; pass < {plan.passes}; ++pass)'):
-                self._rows_of_a_pass()
+                self._rows_of_a_pass(waits=False)
         else:
-            self._rows_of_a_pass()
+            self._rows_of_a_pass(waits=whole_stages)
         if whole_stages:
             self._release_stage("turn")
 
-    def _rows_of_a_pass(self):
+    def _rows_of_a_pass(self, waits):
+        """All phases of a thread's rows; where it `waits`, for their stage."""
         self._row_numbers()
         done = set(self.done)
         self._row_pointers()
         self._row_values(lambda n: n.level == 0, "values of the row")
         self._load_next_ahead()
+        if waits:
+            self._wait_for_stage("turn")
         self._load_rows()
         for phase in range(self.phases.count):
             self._phase(phase)

@@ -1,18 +1,19 @@
 """What the forward program saves for the backward one: the cheapest cut between what is there and what backward reads.
 
 Forward and backward are traced as one program, `Flat`: calls are followed and equal equations merged. Its values are
-either known without the cotangents or not. Backward reads known values. It can compute any of them again, on chip and
-for nothing, from the operands or from other known values; what costs time is memory. So the values to keep are a
-minimum cut between the operands and what backward reads, where a value weighs the bits that are moved for it:
+either known without the cotangents or not. Backward reads known values. It can compute any of them again, on chip, from
+the operands or from other known values. Elementwise code costs nothing then; what costs time is memory, and reductions,
+which the row has to wait for. So the values to keep are a minimum cut between the operands and what backward reads:
 
-  an operand, a result            backward reads it
-  any other value                 forward writes it, backward reads it
+  an operand, a result            weighs its bits: backward reads it
+  any other value                 twice its bits: forward writes it, backward reads it
   a boolean along the row         one bit in each direction
+  a reduction in backward         half a bit for each element that it reads
   random bits                     cost too much arithmetic to be computed again: the cut lies behind them
 
-Results of this rule: relu and dropout keep one bit per element. A norm of x keeps x and no statistics. A norm of x + y
-that returns the sum keeps the sum. tanh keeps its result. Among cuts of the same weight, the cut nearest to backward is
-taken.
+Results of this rule: relu and dropout keep one bit per element. A norm of x keeps x and, for rows of 128 columns and
+more, a row's statistics. A norm of x + y that returns the sum keeps the sum. tanh keeps its result. Among cuts of the
+same weight, the cut nearest to backward is taken.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxnorm._primitive.avals import vary_along
+from jaxnorm._primitive.avals import aval_like, vary_along
 from jaxnorm._primitive.programs import closed_of, open_jaxpr, run_equation
 from jaxnorm._rows import equations
 from jaxnorm._rows.bits import pack, packed_aval, unpack
@@ -55,6 +56,8 @@ _RANDOM_BITS = {"random_bits", "threefry2x32", "rng_bit_generator"}
 # The weight of a symbolic dimension: only the ratios of weights matter, and most values have the same ones.
 _SYMBOLIC_SIZE = 1 << 12
 _INFINITE = 1 << 62
+# What a reduction in backward weighs, in bits for each element that it reads.
+REDUCTION_BITS = 0.5
 
 Atom = Any  # the number of a value, or a Literal
 
@@ -212,6 +215,7 @@ class Flat:
         operands: Sequence[int],
         results: Sequence[Atom],
         bits: Iterable[int] = (),
+        wide: Iterable[int] = (),
         avals: Sequence | None = None,
     ):
         """A program of some values from others.
@@ -220,12 +224,13 @@ class Flat:
           operands: values that are given, including values that the program does not need.
           results: what it returns.
           bits: booleans that are packed where they are operands or results.
+          wide: 16-bit numbers that are float32 where they are operands or results.
           avals: of the operands, where they live elsewhere than here.
 
         Returns:
           (closed jaxpr without constants, arrays that it takes behind its operands).
         """
-        bits = set(bits)
+        bits, wide = set(bits), set(wide)
         nodes, live = self.needed(results, operands)
         constants = [v for v in self.constants if v in live and v not in operands]
 
@@ -233,6 +238,8 @@ class Flat:
             values = dict(zip((*operands, *constants), arrays, strict=True))
             for value in bits & values.keys():
                 values[value] = unpack(values[value], self.avals[value].shape[-1])
+            for value in wide & values.keys():
+                values[value] = values[value].astype(self.avals[value].dtype)
 
             def read(atom):
                 if isinstance(atom, Literal):
@@ -245,10 +252,23 @@ class Flat:
                 outputs = run_node(node.eqn, [read(a) for a in node.inputs])
                 for value, output in zip(node.outputs, outputs, strict=True):
                     values.setdefault(value, output)
-            return [pack(values[r]) if r in bits else _array(r, read) for r in results]
+
+            def stored(result):
+                array = _array(result, read)
+                if result in bits:
+                    return pack(array)
+                return array.astype(jnp.float32) if result in wide else array
+
+            return [stored(r) for r in results]
+
+        def stored_aval(value):
+            aval = self.avals[value]
+            if value in bits:
+                return packed_aval(aval)
+            return aval_like(aval, aval.shape, np.float32) if value in wide else aval
 
         if avals is None:
-            avals = [packed_aval(a) if v in bits else a for v, a in self._with_avals(operands)]
+            avals = [stored_aval(v) for v in operands]
         avals = [*avals, *(a for _, a in self._with_avals(constants))]
         closed, none = closed_of(run, avals)
         assert not none
@@ -280,6 +300,11 @@ class Flat:
         inputs = tuple(made[v] for v in (*self.operands, *self.constants))
         return equations.Equations(inputs, tuple(found), tuple(map(read, results))), made
 
+
+_REDUCTIONS = {
+    "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
+}  # fmt: skip
+_SHORT_FLOATS = {np.dtype(np.float16), np.dtype(jnp.bfloat16)}
 
 _INVERSES = {"jaxnorm_unpack_bits": "jaxnorm_pack_bits", "random_unwrap": "random_wrap"}
 
@@ -349,11 +374,13 @@ class Cut:
       kept: known values, in order: operands, results and what is saved besides.
       saved: those that are neither operands nor results.
       bits: booleans among the saved that are packed.
+      wide: numbers of rows among the saved that are float32, as they are in the kernel, whatever their own dtype is.
     """
 
     kept: tuple[int, ...]
     saved: tuple[int, ...]
     bits: frozenset[int]
+    wide: frozenset[int]
 
 
 def cheapest_cut(
@@ -387,15 +414,33 @@ def cheapest_cut(
     ends = given | {r for r in results if not isinstance(r, Literal)}
     bits = _packable(flat, results, sinks)
 
+    def size(value):
+        return math.prod(n if isinstance(n, int) else _SYMBOLIC_SIZE for n in flat.avals[value].shape)
+
+    reduced = {
+        v: size(n.inputs[0])
+        for n in known
+        if n.eqn.primitive.name in _REDUCTIONS
+        for v in n.outputs
+    }
+    most = max(reduced.values(), default=0)
+    # Statistics of 16-bit rows: a kernel has their 32 bits, which forward and backward should both use.
+    wide = {
+        v
+        for n in known
+        for v in n.outputs
+        if flat.avals[v].dtype in _SHORT_FLOATS and 8 * size(v) <= most
+    }
+
     def weight(value):
         aval = flat.avals[value]
         if not isinstance(aval.dtype, np.dtype):  # a random key, which no kernel stores
             return _INFINITE
-        size = math.prod(n if isinstance(n, int) else _SYMBOLIC_SIZE for n in aval.shape)
         if value in ends:
-            return size * aval.dtype.itemsize * 8
+            return size(value) * aval.dtype.itemsize * 8
+        width = 1 if value in bits else 32 if value in wide else aval.dtype.itemsize * 8
         # One bit for the array itself: where two cuts cost the same, the cut with fewer arrays wins.
-        return 2 * size * (1 if value in bits else aval.dtype.itemsize * 8) + 1
+        return 2 * size(value) * width + 1
 
     network = Network(2 * len(flat.avals) + 2)
     source, sink = 2 * len(flat.avals), 2 * len(flat.avals) + 1
@@ -405,6 +450,8 @@ def cheapest_cut(
         network.edge(2 * value, 2 * value + 1, weight(value))
         if value in given or value in random:
             network.edge(source, 2 * value, _INFINITE)
+        if value in reduced:
+            network.edge(source, 2 * value, int(REDUCTION_BITS * reduced[value]))
         if value in sinks:
             network.edge(2 * value + 1, sink, _INFINITE)
     for node in known:
@@ -414,7 +461,7 @@ def cheapest_cut(
     behind = network.minimum_cut(source, sink)
     kept = tuple(v for v in sorted(values) if 2 * v + 1 in behind and 2 * v not in behind)
     saved = tuple(v for v in kept if v not in ends)
-    return Cut(kept, saved, frozenset(bits & set(saved)))
+    return Cut(kept, saved, frozenset(bits & set(saved)), frozenset(wide & set(saved)))
 
 
 def _packable(flat: Flat, results, sinks) -> set[int]:

@@ -29,6 +29,10 @@ GROUPS = 8
 # Groups where there are sums over rows, each with partial sums of its own, if there are many rows and a row has fewer
 # bytes than a group reads and writes in the time that it needs for any row.
 GROUPS_OF_SUMS, ROWS_OF_SUMS, ROW_BYTES_OF_SUMS = 3, 32, 1024 * 1024
+# The most sums over rows that a block of a cluster has in registers. Groups have as many, if they share all rows.
+SUMS_OF_BLOCK = 24 * 1024
+# Threads that compute then. 128 others exchange, and each of all has 128 registers.
+LANES_OF_SUMS = 384
 # What is asked of a schedule that shares no rows between blocks of a grid.
 OTHER_SCHEDULES = ("source", "cluster", "parts", "rows_at_once", "blocks")
 
@@ -115,23 +119,27 @@ def grid_shape(
       words: partial results of each exchange.
       row_words: what is loaded for all rows.
       elements: of a slot, in all panels.
-      sums: whether there are sums over rows.
+      sums: how many sums over rows a column has.
       device: for which the schedule is made.
       asked: what is asked of the schedule.
     """
     if not rows or asked.get("grid") == 0:
         return None
+    # Where a cluster's registers do not hold the sums, a group's do.
+    crowded = rows > device.multiprocessors and slots * elements * sums > 8 * SUMS_OF_BLOCK
     if "grid" not in asked:
         # Each row of a single group takes the time of some instructions and barriers, however short it is.
         many = sums and row_bytes >= 2 * LEAST_ROW_BYTES
-        few = rows <= (device.multiprocessors if many else ROWS)
+        few = crowded or rows <= (device.multiprocessors if many else ROWS)
         if any(a in asked for a in OTHER_SCHEDULES) or not few or row_bytes < LEAST_ROW_BYTES:
             return None
     # Rows that all blocks together hold.
     held = device.multiprocessors * min(
         0.9 * device.shared_bytes / row_bytes, LANES * ELEMENTS / (slots * elements)
     )
-    if sums:
+    if crowded:
+        groups = max(1, device.multiprocessors * LANES_OF_SUMS * SLOTS // slots)
+    elif sums:
         # A single group has all rows, so that sums over rows end in its blocks.
         several = rows >= ROWS_OF_SUMS and row_bytes + written_bytes < ROW_BYTES_OF_SUMS
         groups = GROUPS_OF_SUMS if several else 1
@@ -149,7 +157,9 @@ def grid_shape(
     most_stages = max(own_rows, levels)
     stage_bytes = part * (row_bytes // slots)
     # Threads with many sums over rows need registers, of which more warps would leave too few.
-    warps = EXCHANGING_WARPS // 2 if sums and slots_of_thread > 1 else EXCHANGING_WARPS
+    warps = EXCHANGING_WARPS
+    if sums and slots_of_thread > 1:
+        warps //= 4 if crowded else 2
     exchangers = min(EXCHANGERS, warps // levels, own_rows)
     exchangers = asked.get("exchangers") or max(1, exchangers)
     shape = GridShape(

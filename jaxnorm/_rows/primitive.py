@@ -250,7 +250,9 @@ def split_of(closed, nonzero: tuple[bool, ...]) -> Split:
     forward, forward_constants = _ITSELF, []
     # The rules that JAX applied here have their own forward, which higher derivatives must see.
     if cut.saved or has_rules(closed):
-        forward, forward_constants = flat.program(operands, [*results, *cut.saved], cut.bits, cut.wide)
+        forward, forward_constants = flat.program(
+            operands, [*results, *cut.saved], cut.bits, cut.wide
+        )
     backward, none = flat.program([*cut.kept, *cotangents], gradients, cut.bits, cut.wide)
     assert not none
 

@@ -415,7 +415,9 @@ def cheapest_cut(
     bits = _packable(flat, results, sinks)
 
     def size(value):
-        return math.prod(n if isinstance(n, int) else _SYMBOLIC_SIZE for n in flat.avals[value].shape)
+        return math.prod(
+            n if isinstance(n, int) else _SYMBOLIC_SIZE for n in flat.avals[value].shape
+        )
 
     reduced = {
         v: size(n.inputs[0])

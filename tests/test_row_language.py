@@ -371,6 +371,27 @@ def test_large_offsets(columns):
 
 
 @emulated
+def test_factors_are_taken_out_where_that_is_exact():
+    """Not the literal that rounds, nor the one that keeps a product finite."""
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    large = x * np.float32(1e25)
+
+    def run(x, large):
+        rounded = (x * 100 + 12582912.0) - 12582912.0
+        finite = (1e-30 * large) * (1e-20 * large)
+        return (
+            rounded,
+            finite,
+            x * 3.0 + x * x * 3.0,
+            (x - 1.0) + 1.0,
+            jnp.sum(rounded * finite, -1),
+        )
+
+    for got, want in zip(kernel(run, x, large), run(x, large), strict=True):
+        np.testing.assert_allclose(got, want, 3e-7 * 64**0.5, 3e-7)
+
+
+@emulated
 def test_argmax_takes_the_first_of_ties():
     x = np.asarray([[1, 3, 3, 2], [np.nan, 1, np.nan, 2], [5, 5, 5, 5], [-np.inf] * 4], np.float32)
     x = np.tile(x, (1, 16))

@@ -1,9 +1,10 @@
 """The same results by fewer reductions and instructions; the graph's constructors do what is local."""
 
+import collections
 import functools
 import math
 
-from jaxnorm._rows.graph import AS_ELEMENT, FLOAT, Graph, Node, is_literal
+from jaxnorm._rows.graph import AS_ELEMENT, FLOAT, Graph, Node, is_extreme, is_literal
 from jaxnorm._rows.rules import Program
 
 # Rows of so many bytes and more are read once where a maximum and a sum of exponentials can be one pass. In shorter
@@ -19,7 +20,7 @@ def simplify(program: Program) -> Program:
     """The program that schedules are made for."""
     if program.width >= MAXIMA_FIRST_COLUMNS or program.neighbours != 1:
         program = _maxima_of_arguments(program)
-    program = _share_logistic(program)
+    program = _factor_elements(_share_logistic(program))
     wholes = [i for i in program.inputs.values() if i.whole]
     row_bytes = sum(i.panels * program.width * i.dtype.itemsize for i in wholes)
     if row_bytes > (ONE_PASS_BYTES if program.neighbours == 1 else ONE_PASS_SIDE_BY_SIDE):
@@ -37,6 +38,36 @@ def _rewrite(program: Program, rule) -> Program:
         return done[node.number]
 
     return program.with_nodes(lambda output: [new(n) for n in output.nodes])
+
+
+def _factor_elements(program: Program) -> Program:
+    """Literals of a product as one; common factors of a sum taken out, as in derivatives: g s + g u t = g (s + u t).
+
+    What several nodes read stays as it is.
+    """
+    while True:
+        factored = _factored_once(program)
+        if _cost(_results(factored), everywhere=True) >= _cost(_results(program), everywhere=True):
+            return program
+        program = factored
+
+
+def _factored_once(program: Program) -> Program:
+    graph, before = program.graph, _readers(_results(program), everywhere=True)
+    readers: collections.Counter = collections.Counter()
+
+    def rule(node, args):
+        new = graph.again(node, args)
+        if new.column and not new.after:
+            new = _collected(graph, new, readers, opens=False)
+        readers[new] += before[node]
+        return new
+
+    return _rewrite(program, rule)
+
+
+def _results(program: Program) -> list[Node]:
+    return [n for output in program.outputs for n in output.nodes]
 
 
 INCREASING = {"tanh", "logistic", "erf", "exp", "exp2", "expm1"}
@@ -91,16 +122,16 @@ def _share_logistic(program: Program) -> Program:
         one = graph.literal(1, node.dtype)
         if node.op == "tanh" and (logistic := logistic_beside(args[0])) is not None:
             return graph.sub(graph.mul(graph.literal(2, node.dtype), logistic), one)
-        if (
-            node.op == "sub"
-            and node.floating
-            and is_literal(node.args[0], 1)
-            and node.args[1].op == "tanh"
-        ):
-            # 1 - (2 logistic - 1) = 2 (1 - logistic)
-            logistic = logistic_beside(node.args[1].args[0])
-            if logistic is not None:
-                return graph.mul(graph.literal(2, node.dtype), graph.sub(one, logistic))
+        if node.op == "sub" and node.floating and is_literal(node.args[0], 1):
+            tanh = node.args[1]
+            squared = tanh.op == "mul" and tanh.args[0] is tanh.args[1]
+            tanh = tanh.args[0] if squared else tanh
+            if tanh.op == "tanh" and (logistic := logistic_beside(tanh.args[0])) is not None:
+                # 1 - (2 s - 1) = 2 (1 - s), and 1 - (2 s - 1)^2 = 4 s (1 - s)
+                rest = graph.sub(one, logistic)
+                if squared:
+                    return graph.mul(graph.literal(4, node.dtype), graph.mul(logistic, rest))
+                return graph.mul(graph.literal(2, node.dtype), rest)
         return graph.again(node, args)
 
     return _rewrite(program, rule)
@@ -280,46 +311,57 @@ def _collect(program: Program) -> Program:
     (x - r) * y is opened only where x is already shifted: x - mean stays whole. So does x - r in a sum: where both are
     large, r + s would lose the digits of a small s.
     """
-    graph = program.graph
+    graph, readers = program.graph, _readers(_results(program))
 
     def nodes_of(output):
-        return [_collected(graph, n) if n.column and not n.after else n for n in output.nodes]
+        return [
+            _collected(graph, n, readers, opens=True) if n.column and not n.after else n
+            for n in output.nodes
+        ]
 
     return program.with_nodes(nodes_of)
 
 
-def _collected(graph, node):
+def _collected(graph, node, readers, opens):
+    """The node as a sum of products, if that costs less. What others read, too, stays whole."""
     if not node.floating or node.op not in ("add", "sub", "mul"):
         return node
+    shared = {n.number for n, count in _readers([node]).items() if readers[n] > count}
     products: dict[tuple, tuple[Node, list[Node]]] = {}
-    for factor, elements in _terms(graph, node):
+    for factor, elements in _terms(graph, node, shared, opens):
         key = tuple(sorted(e.number for e in elements))
         known = products.get(key)
         products[key] = (graph.add(known[0], factor) if known else factor, elements)
     if len(products) > 8:
         return node
     rebuilt = _factored(graph, list(products.values()))
-    return rebuilt if _cost(rebuilt) < _cost(node) else node
+    return rebuilt if _cost([rebuilt]) < _cost([node]) else node
 
 
-def _terms(graph, node, depth=0):
+def _terms(graph, node, shared, opens, depth=0):
     """[(factor of the row, elements), ...]: the node is the sum of their products."""
-    if node.op in ("add", "sub") and node.column and not _is_shift(node):
-        second = _terms(graph, node.args[1], depth)
+    # Nor is (x + 2^23) - 2^23, which rounds, the same as x.
+    whole = node.number in shared or _is_shift(node) or any(map(is_literal, node.args))
+    if node.op in ("add", "sub") and node.column and not whole:
+        first, second = (_terms(graph, a, shared, opens, depth) for a in node.args)
         if node.op == "sub":
             second = [(graph.neg(c), e) for c, e in second]
-        return _terms(graph, node.args[0], depth) + second
-    factor, elements = _factors(graph, node)
+        return first + second
+    factor, elements = _factors(graph, node, shared)
     for i, x in enumerate(elements):
-        opens = x.op in ("add", "sub") and any(not a.column for a in x.args)
         if (
-            len(elements) > 1
+            opens
+            and len(elements) > 1
             and depth < 3
-            and opens
+            and x.op in ("add", "sub")
+            and any(not a.column for a in x.args)
             and max(a.level for a in x.args if a.column) > 0
         ):
             rest = elements[:i] + elements[i + 1 :]
-            return [(graph.mul(factor, c), e + rest) for c, e in _terms(graph, x, depth + 1)]
+            return [
+                (graph.mul(factor, c), e + rest)
+                for c, e in _terms(graph, x, shared, opens, depth + 1)
+            ]
     return [(factor, elements)]
 
 
@@ -330,20 +372,26 @@ def _is_shift(node) -> bool:
     )
 
 
-def _factors(graph, node):
+def _factors(graph, node, shared):
     if not node.column:
         return node, []
-    if node.op == "mul":
-        (c, a), (d, b) = (_factors(graph, x) for x in node.args)
+    if node.op == "mul" and node.number not in shared and not any(map(is_extreme, node.args)):
+        (c, a), (d, b) = (_factors(graph, x, shared) for x in node.args)
         return graph.mul(c, d), a + b
     if node.op == "neg":
-        c, a = _factors(graph, node.args[0])
+        c, a = _factors(graph, node.args[0], shared)
         return graph.neg(c), a
     return graph.literal(1, node.dtype), [node]
 
 
 def _factored(graph, terms):
     """The sum of these products, with the factor that most of them have taken out."""
+    sizes = {abs(c.attr) if is_literal(c) else None for c, _ in terms}
+    if len(terms) > 1 and len(sizes) == 1 and sizes.isdisjoint({None, 0.0, 1.0}):
+        (scale,) = sizes
+        signs = [(graph.literal(math.copysign(1, c.attr), c.dtype), e) for c, e in terms]
+        total = _factored(graph, signs)
+        return graph.mul(graph.literal(scale, total.dtype), total)
     counts: dict[int, list] = {}
     for _, elements in terms:
         for e in {e.number: e for e in elements}.values():
@@ -357,7 +405,8 @@ def _factored(graph, terms):
                 inner.append((c, elements[:place] + elements[place + 1 :]))
             else:
                 outer.append((c, elements))
-        product = graph.node("mul", (common, _factored(graph, inner)), None, common.dtype)
+        scale, rest = _scale(graph, _factored(graph, inner))
+        product = graph.mul(scale, graph.node("mul", (common, rest), None, common.dtype))
         return graph.add(product, _factored(graph, outer)) if outer else product
     result = None
     for c, elements in sorted(terms, key=lambda t: bool(t[1])):
@@ -374,12 +423,27 @@ def _factored(graph, terms):
     return result
 
 
-def _cost(node) -> float:
-    seen, stack, total = set(), [node], 0.0
+def _scale(graph, node):
+    """(a literal, the rest) whose product a node is."""
+    if node.op == "mul":
+        for x, rest in (node.args, node.args[::-1]):
+            if is_literal(x):
+                return x, rest
+    return graph.literal(1, node.dtype), node
+
+
+def _cost(nodes, everywhere=False) -> float:
+    """Instructions for an element."""
+    return sum(n.cost for n in _readers(nodes, everywhere) if n.column)
+
+
+def _readers(nodes, everywhere=False) -> collections.Counter:
+    """How often nodes are read to compute the given ones, without what a row has by itself, or everywhere."""
+    counts: collections.Counter = collections.Counter()
+    stack = list(nodes)
     while stack:
-        n = stack.pop()
-        if n.number not in seen and n.column:
-            seen.add(n.number)
-            total += n.cost
-            stack += n.args
-    return total
+        node = stack.pop()
+        counts[node] += 1
+        if counts[node] == 1 and (node.column or everywhere):
+            stack += node.args
+    return counts

@@ -88,6 +88,11 @@ def is_literal(node: Node, value=None) -> bool:
     return node.op == "literal" and (value is None or node.attr == value)
 
 
+def is_extreme(node: Node) -> bool:
+    """Whether a node is a literal without which a product may overflow or vanish."""
+    return is_literal(node) and not 2**-20 <= abs(node.attr) <= 2**20
+
+
 class Graph:
     """Makes nodes. The constructors below simplify what costs more than it needs to."""
 
@@ -143,9 +148,8 @@ class Graph:
             for x, y in ((a, b), (b, a)):
                 if is_literal(x, 0):
                     return y
-                if is_literal(x, 1) and y.op == "tanh":
-                    # 1 + tanh(u) = 2 logistic(2u): one function fewer, and exact in the tail.
-                    return self.mul(self.literal(2, a.dtype), self._logistic_of_double(y.args[0]))
+                if is_literal(x, 1) and (double := self._one_and_tanh(y)) is not None:
+                    return double
             if is_literal(a) and is_literal(b):
                 return self.literal(a.attr + b.attr, a.dtype)
             if a is b:
@@ -156,8 +160,21 @@ class Graph:
                 return self.sub(b, a.args[0])
         return self.node("add", (a, b), dtype=a.dtype)
 
-    def _logistic_of_double(self, u):
-        return self.node("logistic", (self.mul(self.literal(2, u.dtype), u),), dtype=u.dtype)
+    def _one_and_tanh(self, node: Node) -> Node | None:
+        """1 + tanh(u) = 2 logistic(2u), where a node is tanh(u): one function fewer, and exact in the tail."""
+        two = self.literal(2, node.dtype)
+        if node.op == "tanh":
+            (u,) = node.args
+            return self.mul(two, self.node("logistic", (self.mul(two, u),), dtype=u.dtype))
+        if node.op == "sub" and is_literal(node.args[1], 1):
+            double = node.args[0]
+            if (
+                double.op == "mul"
+                and two in double.args
+                and any(a.op == "logistic" for a in double.args)
+            ):
+                return double
+        return None
 
     def sub(self, a: Node, b: Node) -> Node:
         if a.floating and is_literal(b, 0):
@@ -308,7 +325,7 @@ class Graph:
         one = self.literal(1, node.dtype)
         if not node.column:
             return node, one
-        if node.op == "mul":
+        if node.op == "mul" and not any(map(is_extreme, node.args)):
             (c, a), (d, b) = map(self._factors, node.args)
             return self.mul(c, d), self.mul(a, b)
         if node.op == "neg":

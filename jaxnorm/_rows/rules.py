@@ -387,14 +387,7 @@ def _integer_pow(graph, dtype, equation, x):
 @_rule("one_minus_square")
 @_elementwise
 def _one_minus_square(graph, dtype, equation, x):
-    one = graph.literal(1, dtype)
-    if x.op == "tanh":
-        u = x.args[0]
-        double = graph.mul(graph.literal(2, dtype), u)
-        logistic = graph.find("logistic", (double,), None, dtype)
-        if logistic is not None:
-            return graph.mul(graph.literal(4, dtype), graph.mul(logistic, graph.sub(one, logistic)))
-    return graph.sub(one, graph.mul(x, x))
+    return graph.sub(graph.literal(1, dtype), graph.mul(x, x))
 
 
 @_rule("select_n")

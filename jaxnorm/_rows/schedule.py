@@ -69,7 +69,7 @@ class _Scheduler:
         )
         self.levels = self.phases.count - 1
         self.sums = bool(self.phases.row_sums)
-        self.heavy = self.phases.cost > 42
+        self.heavy = self.phases.cost > 36
         # Several rows share a load of an operand such as a rotary table, so that rows are advanced together.
         self.shared_rows = any(i.layout.strides for i in self.columns)
 
@@ -142,7 +142,7 @@ class _Scheduler:
             stages=0,
             blocks=1,
             persistent=persistent,
-            hoist=self._hoist(persistent and rounds == 1, slots * elements, lanes),
+            hoist=self._hoist(persistent and rounds == 1, slots * elements),
             hold_shared=source == "ring" and not (cluster > 1 and len(self.wholes) == 1),
             keep=frozenset(),
             shifted=shifted,
@@ -162,14 +162,13 @@ class _Scheduler:
         stages = max(1, min(self.asked.get("stages") or wanted, most))
         return dataclasses.replace(plan, stages=stages)
 
-    def _hoist(self, possible, elements, lanes) -> str:
+    def _hoist(self, possible, elements) -> str:
         """Where column operands stay, of which a thread has as many elements as of the row."""
         if not possible or not self.columns:
             return ""
         if "hoist" in self.asked:
             return self.asked["hoist"]
-        crowded = self.takes_turns and lanes > 192
-        if elements <= (16 if self.heavy else 32) and not crowded:
+        if elements <= (16 if self.heavy else 32):
             return "registers"
         return "shared"
 
@@ -250,11 +249,6 @@ class _Scheduler:
         return self.row_bytes > LONG_ROWS[2 if quick else 1] * len(self.wholes)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether one of a multiprocessor's blocks should compute while another one exchanges, once a row."""
-        return self.sums and self.heavy and self.levels == 1
-
-    @property
     def _columns_vary(self) -> bool:
         """Whether rows of a block have column operands of their own."""
         return any(k >= self.phases.group_dims for i in self.columns for k in i.layout.rows)
@@ -284,8 +278,6 @@ class _Scheduler:
             return next(c for c in (1, 2, 4, 8) if needed <= room * c)
         width, whole = self.program.width * self.panels, room // 2
         most = 2 * LONG_PART if not self.sums else 256 * 32 if self.heavy else 512 * 24
-        if self.takes_turns and width <= 2 * 256 * 16:
-            most = 256 * 16
         alone = LONG_PART if self.cheap and not self.sums else most
         if self.row_bytes <= whole and width <= alone:
             return 1
@@ -388,6 +380,7 @@ class _Scheduler:
             row_words=rows * len(row_loads(self.program, self.phases)),
             elements=self.panels * vector,
             sums=len(self.phases.row_sums),
+            heavy=self.heavy,
             device=self.device,
             asked=self.asked,
         )
@@ -482,7 +475,7 @@ class _Scheduler:
             rows = 1
         elif self.heavy and self.sums:
             # Instructions of many elements side by side hide each other's latency.
-            rows = 2 if elements <= 16 and not (self.takes_turns and groups == 1) else 1
+            rows = 2 if elements <= 16 else 1
         elif self.sums and self.levels == 1 and groups == 1:
             rows = 2 if self._few_threads(threads) else 1
         elif self.sums:
@@ -522,8 +515,6 @@ class _Scheduler:
         """Blocks of a multiprocessor: a ring hides the latency of memory, what is left is that of instructions."""
         if shifted:  # one row at a time
             return -(-256 // threads)
-        if self.takes_turns and lanes > 32:
-            return max(1, round(384 / threads))
         if self.heavy or lanes <= 32:
             return max(1, round(256 / threads))
         if len(self.phases.row_sums) > 1:

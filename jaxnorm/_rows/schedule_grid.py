@@ -29,7 +29,8 @@ GROUPS = 8
 # Groups where there are sums over rows, each with partial sums of its own, if there are many rows and a row has fewer
 # bytes than a group reads and writes in the time that it needs for any row.
 GROUPS_OF_SUMS, ROWS_OF_SUMS, ROW_BYTES_OF_SUMS = 3, 32, 1024 * 1024
-# The most sums over rows that a block of a cluster has in registers. Groups have as many, if they share all rows.
+# The most sums over rows that a block of a cluster has in registers, if an element takes many instructions. Longer rows
+# are shared, however many there are.
 SUMS_OF_BLOCK = 24 * 1024
 # Threads that compute then. 128 others exchange, and each of all has 128 registers.
 LANES_OF_SUMS = 384
@@ -106,7 +107,19 @@ def part_of_grid(slots: int, blocks: int, line: int) -> int:
 
 
 def grid_shape(
-    *, rows, slots, line, row_bytes, written_bytes, words, row_words, elements, sums, device, asked
+    *,
+    rows,
+    slots,
+    line,
+    row_bytes,
+    written_bytes,
+    words,
+    row_words,
+    elements,
+    sums,
+    heavy,
+    device,
+    asked,
 ) -> GridShape | None:
     """How blocks of a grid share rows; None where they should not, or cannot.
 
@@ -120,13 +133,15 @@ def grid_shape(
       row_words: what is loaded for all rows.
       elements: of a slot, in all panels.
       sums: how many sums over rows a column has.
+      heavy: whether an element takes many instructions.
       device: for which the schedule is made.
       asked: what is asked of the schedule.
     """
     if not rows or asked.get("grid") == 0:
         return None
-    # Where a cluster's registers do not hold the sums, a group's do.
-    crowded = rows > device.multiprocessors and slots * elements * sums > 8 * SUMS_OF_BLOCK
+    crowded = (
+        heavy and rows > device.multiprocessors and slots * elements * sums > 8 * SUMS_OF_BLOCK
+    )
     if "grid" not in asked:
         # Each row of a single group takes the time of some instructions and barriers, however short it is.
         many = sums and row_bytes >= 2 * LEAST_ROW_BYTES

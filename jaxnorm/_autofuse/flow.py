@@ -1,7 +1,6 @@
 """The equations of a program as regions see them: what each computes of rows, and which run before which.
 
-A `Graph` has the equations that results need. Which of them come before one, and which after it, is a bit for each, so
-that a region's border is found by a few operations on whole numbers.
+A `Graph` has the equations that results need, and the order in which they can run.
 """
 
 import collections
@@ -10,11 +9,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from jaxnorm._autofuse.order import Order
 from jaxnorm._autofuse.program import is_left
 from jaxnorm._rows import equations
 from jaxnorm._rows.dimensions import check_label, cut_dimensions, looks_into_one
@@ -215,7 +216,8 @@ class Graph:
       summed: equations that are sums over rows, or are read by one.
       results: values that the program returns.
       needs: equations that must run before one, directly.
-      before, after: all equations that run before or after one and itself, as bits.
+      order: in which they can run.
+      programs: those of regions, by what the regions have.
     """
 
     def __init__(self, flat: Flat):
@@ -232,16 +234,9 @@ class Graph:
         effects = [i for i, e in enumerate(self.equations) if e.node.eqn.effects]
         for earlier, later in itertools.pairwise(effects):
             self.needs[later].append(earlier)
-        self.before = [0] * len(self.equations)
-        self.after = [0] * len(self.equations)
-        for i, needed in enumerate(self.needs):
-            self.before[i] = 1 << i
-            for n in needed:
-                self.before[i] |= self.before[n]
-        for i in reversed(range(len(self.equations))):
-            self.after[i] |= 1 << i
-            for n in self.needs[i]:
-                self.after[n] |= self.after[i]
+        barriers = [i for i, e in enumerate(self.equations) if not e.known]
+        self.order = Order(self.needs, barriers)
+        self.programs: dict[Any, Any] = {}
 
     def _needs(self, i) -> list[int]:
         found = (self.producer[v] for v in self.equations[i].reads if v in self.producer)
@@ -260,27 +255,8 @@ class Graph:
         sums = [i for i, e in enumerate(self.equations) if e.sums_rows]
         return {*sums, *(n for i in sums for n in self._needs(i))}
 
-    def unite(self, members: int) -> None:
-        """Makes equations one call: what comes before one of them comes before all."""
-        before = after = 0
-        for i in bits(members):
-            before |= self.before[i]
-            after |= self.after[i]
-        for i in bits(after | members):
-            self.before[i] |= before
-        for i in bits(before | members):
-            self.after[i] |= after
-
     def aval(self, value):
         return self.flat.avals[value]
-
-
-def bits(number: int) -> list[int]:
-    """The numbers of the bits that are set."""
-    if number.bit_count() == 1:
-        return [number.bit_length() - 1]
-    words = np.frombuffer(number.to_bytes(number.bit_length() // 8 + 1, "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
 
 
 def _live(flat: Flat) -> list[Node]:

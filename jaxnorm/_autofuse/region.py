@@ -64,6 +64,16 @@ _programs: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 def program_of(graph: Graph, region: Region):
     """The region's closed jaxpr; that of an equal region, such as another layer's, where there is one."""
+    content = (
+        tuple(map(tuple, (region.nodes, region.again, region.inputs, region.results))),
+        region.packed,
+    )
+    if content not in graph.programs:
+        graph.programs[content] = _program(graph, region)
+    return graph.programs[content]
+
+
+def _program(graph: Graph, region: Region):
     try:
         key = _key(graph, region)
         found = _programs.get(key)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from jaxnorm._autofuse.flow import CUTS, Graph, Reduction, bits, nbytes, size
+from jaxnorm._autofuse.flow import CUTS, Graph, Reduction, nbytes, size
 from jaxnorm._autofuse.region import Region, program_of
 from jaxnorm._primitive.programs import source_line
 from jaxnorm._rows import primitive
@@ -64,9 +64,9 @@ class Finder:
         self.regions: list[Region] = []
         self.left: list[tuple[Region, str]] = []
         self.plain: set[int] = set()
-        self._taken = 0
+        self._taken: set[int] = set()
         for i, rows in self._seeds():
-            if not self._taken >> i & 1:
+            if i not in self._taken:
                 self._start(i, rows)
         self._compute_again()
         self._decide()
@@ -86,54 +86,78 @@ class Finder:
         # What rows cannot have together shows in the whole program alone. Less is tried then.
         for without in _ATTEMPTS:
             members, ends = self._grow(seed, reduction, without)
-            region = Region(reduction.shape, reduction.columns, bits(members), ends=ends)
+            region = Region(reduction.shape, reduction.columns, sorted(members), ends=ends)
             self._connect([region])
             reason = self._refusal(region)
             if not reason or without == _ATTEMPTS[-1]:
                 self._taken |= members
-                self.graph.unite(members)
+                self.graph.order.unite(members)
                 if reason:
                     self.left.append((region, reason))
                 else:
                     self.regions.append(region)
                 return
 
-    def _grow(self, seed: int, reduction: Reduction, without: str) -> tuple[int, tuple[int, ...]]:
-        """The members of a region as bits, and the equations that ended it."""
-        graph = self.graph
-        members, before, after = 1 << seed, graph.before[seed], graph.after[seed]
+    def _grow(
+        self, seed: int, reduction: Reduction, without: str
+    ) -> tuple[set[int], tuple[int, ...]]:
+        """The members of a region, and the equations that ended it."""
+        graph, order = self.graph, self.graph.order
+        members, before, after = {seed}, order.before[seed], order.after[seed]
         # A neighbour that stays outside, and the equation for which it does.
         stops: dict[int, int] = {}
+        outside: set[int] = set()  # neighbours that can never be members
         border = [seed]  # members that may have neighbours which are none
         grown = True
         while grown:
             grown, new = False, []
             for i in dict.fromkeys(n for m in border for n in graph.neighbours(m)):
-                if members >> i & 1:
+                if i in members or i in outside:
                     continue
-                added = 1 << i
-                b, a = before | graph.before[i], after | graph.after[i]
-                added |= b & a & ~members  # what stands between
-                blocks = (
-                    k for k in bits(added) if not self._fits(k, members | added, reduction, without)
-                )
+                barred = (before & order.after[i]) | (after & order.before[i])
+                between = None
+                if not barred and self._may_fit(i, reduction):
+                    between = order.between(i, members)
+                if between is None:
+                    first = barred & -barred
+                    stops[i] = order.barriers[first.bit_length() - 1] if barred else i
+                    outside.add(i)
+                    continue
+                added = sorted({i, *between})
+                inside = members.union(added)
+                blocks = (k for k in added if not self._fits(k, inside, reduction, without))
                 blocking = next(blocks, None)
                 if blocking is not None:
                     stops[i] = blocking
+                    if not self._may_fit(blocking, reduction):
+                        outside.add(i)
                     continue
-                for k in bits(added):
-                    before |= graph.before[k]
-                    after |= graph.after[k]
-                    new.append(k)
-                members |= added
+                for k in added:
+                    before |= order.before[k]
+                    after |= order.after[k]
+                new += added
+                members.update(added)
                 grown = True
             border = [
-                m
-                for m in sorted((*border, *new))
-                if not all(members >> n & 1 for n in graph.neighbours(m))
+                m for m in sorted((*border, *new)) if not members.issuperset(graph.neighbours(m))
             ]
-        ends = dict.fromkeys(k for i, k in stops.items() if not members >> i & 1)
+        ends = dict.fromkeys(k for i, k in stops.items() if i not in members)
         return self._trimmed(members, seed), tuple(ends)
+
+    def _may_fit(self, i: int, reduction: Reduction) -> bool:
+        """Whether an equation is one of a region's rows, if the region has what else it needs for that."""
+        equation, shape, columns = self.graph.equations[i], reduction.shape, reduction.columns
+        return (
+            i not in self._taken
+            and equation.known
+            and (
+                equation.sums_rows
+                or all(
+                    self._is_of_rows(v, shape, columns) or size(self.graph.aval(v)) <= 8 * columns
+                    for v in equation.node.outputs
+                )
+            )
+        )
 
     def stops(self, region: Region) -> tuple[str, ...]:
         """What ended a region, and where."""
@@ -144,24 +168,24 @@ class Finder:
             found[f"{eqn.primitive.name}{f' ({line})' if line else ''}"] = None
         return tuple(found)[:STOPS]
 
-    def _fits(self, i: int, members: int, reduction: Reduction, without: str) -> bool:
+    def _fits(self, i: int, members: set[int], reduction: Reduction, without: str) -> bool:
         """Whether an equation is one of a region's rows."""
         graph, equation = self.graph, self.graph.equations[i]
         rows, columns = reduction.rows, reduction.columns
-        if self._taken >> i & 1 or not equation.known:
+        if i in self._taken or not equation.known:
             return False
         makers = [graph.producer[v] for v in equation.reads if v in graph.producer]
         if equation.sums_rows:
             # A sum over rows is of what the region has, and nothing of the region is computed from it.
             inside = all(
-                any(members >> n & 1 for n in (*graph.users[v], graph.producer.get(v, i)) if n != i)
+                any(n in members for n in (*graph.users[v], graph.producer.get(v, i)) if n != i)
                 for v in equation.reads
             )
             same = all(r.rows * r.columns == rows * columns for r in equation.reductions)
             return without != "sums over rows" and inside and same
         if any((r.rows, r.columns) != (rows, columns) for r in equation.reductions):
             return False
-        if any(members >> n & 1 and graph.equations[n].sums_rows for n in makers):
+        if any(n in members and graph.equations[n].sums_rows for n in makers):
             return False
         if without and equation.names & {*CUTS, "transpose"}:
             return False
@@ -187,24 +211,24 @@ class Finder:
             size(graph.aval(value)) <= 8 * columns
             and graph.equations[i].names <= _CHEAP
             and value not in graph.results
-            and all(members >> u & 1 for u in graph.users[value])
+            and members.issuperset(graph.users[value])
         )
 
-    def _trimmed(self, members: int, seed: int) -> int:
+    def _trimmed(self, members: set[int], seed: int) -> set[int]:
         """Without what only moves or converts at the border, unless fewer bytes are read or written so."""
         graph, changed = self.graph, True
         while changed:
             changed = False
-            for i in bits(members & ~(1 << seed)):
+            for i in sorted(members - {seed}):
                 equation = graph.equations[i]
                 if not equation.names <= _MOVES or len(equation.reads) != 1:
                     continue
                 (source,), (result,) = equation.reads, equation.node.outputs
                 less = nbytes(graph.aval(source)) - nbytes(graph.aval(result))
-                first = source not in graph.producer or not members >> graph.producer[source] & 1
-                last = not any(members >> u & 1 for u in graph.users[result])
+                first = graph.producer.get(source) not in members
+                last = members.isdisjoint(graph.users[result])
                 if (first and less >= 0) or (last and less <= 0):
-                    members &= ~(1 << i)
+                    members.remove(i)
                     changed = True
         return members
 

@@ -397,7 +397,7 @@ def _factored(graph, terms):
         for e in {e.number: e for e in elements}.values():
             counts.setdefault(e.number, [e, 0])[1] += 1
     common, count = max(counts.values(), key=lambda c: c[1], default=(None, 0))
-    if count >= 2:
+    if common is not None and count >= 2:
         inner, outer = [], []
         for c, elements in terms:
             if common in elements:

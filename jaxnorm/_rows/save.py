@@ -64,11 +64,12 @@ Atom = Any  # the number of a value, or a Literal
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """An equation between values."""
+    """An equation between values; `number` is its place in the program."""
 
     eqn: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
+    number: int
 
 
 class Flat:
@@ -137,7 +138,7 @@ class Flat:
         if key is not None and key in self._seen:
             return self._seen[key]
         outputs = tuple(self._value(v.aval) for v in eqn.outvars)
-        self.nodes.append(Node(eqn, tuple(inputs), outputs))
+        self.nodes.append(Node(eqn, tuple(inputs), outputs, len(self.nodes)))
         self._producer.update(dict.fromkeys(outputs, self.nodes[-1]))
         if key is not None:
             self._seen[key] = outputs
@@ -203,12 +204,17 @@ class Flat:
         """The equations that compute values from given ones, and all values that those read or are wanted."""
         given = set(given)
         live = {a for a in wanted if not isinstance(a, Literal)}
-        nodes = []
-        for node in reversed(self.nodes):
-            if any(v in live and v not in given for v in node.outputs):
-                nodes.append(node)
-                live.update(a for a in node.inputs if not isinstance(a, Literal))
-        return nodes[::-1], live
+        nodes: set[Node] = set()
+        stack = list(live)
+        while stack:
+            value = stack.pop()
+            node = None if value in given else self._producer.get(value)
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                new = {a for a in node.inputs if not isinstance(a, Literal)} - live
+                live |= new
+                stack += new
+        return sorted(nodes, key=lambda node: node.number), live
 
     def program(
         self,

@@ -474,8 +474,8 @@ class _Scheduler:
         elif cluster > 1 or (not long and not self.columns):
             rows = 1
         elif self.heavy and self.sums:
-            # Instructions of many elements side by side hide each other's latency.
-            rows = 2 if elements <= 16 else 1
+            # Instructions of many elements side by side hide each other's latency, or those of other blocks do.
+            rows = 2 if elements <= 16 and threads > 64 else 1
         elif self.sums and self.levels == 1 and groups == 1:
             rows = 2 if self._few_threads(threads) else 1
         elif self.sums:

@@ -547,6 +547,21 @@ def test_refusals(name):
         assert "test_row_language.py:" in str(error.value)
 
 
+@emulated
+@pytest.mark.parametrize("lanes", [1, 16, 32, 64])
+def test_sums_over_rows_that_are_not_held(lanes):
+    """A block has one row at a time, whatever is asked of the schedule."""
+    x, g = np.random.default_rng(0).normal(size=(2, 5, 256)).astype(np.float32)
+
+    def run(x, bias, g):
+        return jax.vjp(lambda x, bias: jnp.tanh(x + bias), x, bias)[1](g)
+
+    for got, want in zip(
+        kernel(run, x, x[0], g, source="stream", lanes=lanes, slots=1), run(x, x[0], g), strict=True
+    ):
+        np.testing.assert_allclose(got, want, 1e-5, 1e-6)
+
+
 def test_gradients_may_be_sums_over_rows():
     gradient = jax.make_jaxpr(jax.grad(lambda s, x: jnp.sum(x * s)))(X[0], X)
     assert program_of(gradient).outputs[0].after

@@ -104,10 +104,12 @@ class _Scheduler:
         if source == "stream":
             slots = self.asked.get("slots") or (4 if len(self.wholes) == 1 else 2)
             slots = max(1, min(slots, -(-part // lanes), 32 // elements or 1))
+            # Sums over rows that registers do not hold are those of a block that has one row at a time.
+            lanes = max(lanes, 32) if self.sums and lanes * slots < part else lanes
             rounds = -(-part // (lanes * slots))
         threads = (
             lanes
-            if lanes > 32 or cluster > 1 or shifted
+            if lanes > 32 or cluster > 1 or shifted or (rounds > 1 and self.sums)
             else max(lanes, 128 if lanes == 32 else 256)
         )
         threads = self.asked.get("threads") or threads

@@ -299,7 +299,14 @@ def test_labels(mode):
         index = labels[:, None]
         return [
             jnp.take_along_axis(v, index, -1, mode=mode)[:, 0]
-            for v in (x, jnp.exp(x / 50) - x, both, jax.nn.log_softmax(x))
+            for v in (
+                x,
+                jnp.exp(x / 50) - x,
+                both,
+                jax.nn.log_softmax(x),
+                x[:, ::-1],
+                x - 2 * x[:, ::-1],
+            )
         ]
 
     found, wanted = kernel(run, x, labels), run(x, labels)
@@ -308,13 +315,26 @@ def test_labels(mode):
 
 
 @emulated
-def test_gradients_of_labels():
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+def test_labels_of_reversed_rows(dtype):
+    x = np.random.default_rng(0).normal(size=(5, 300)).astype(np.float32)
+    labels = np.asarray([0, 255, 31, 2, 99]).astype(dtype)
+
+    def run(x, labels):
+        return jnp.take_along_axis(jnp.flip(x, -1), labels[:, None], -1)[:, 0], jnp.sum(x, -1)
+
+    same(kernel(run, x, labels)[:1], run(x, labels)[:1])
+
+
+@emulated
+@pytest.mark.parametrize("step", [1, -1])
+def test_gradients_of_labels(step):
     x = np.random.default_rng(0).normal(size=(5, 33)).astype(np.float32)
     labels = np.asarray([0, 32, 33, -1, 5], np.int32)
     g = np.arange(5, dtype=np.float32)
 
     def run(x, labels, g):
-        f = lambda x: jnp.take_along_axis(x * 2, labels[:, None], -1)[:, 0]  # noqa: E731
+        f = lambda x: jnp.take_along_axis(x[:, ::step] * 2, labels[:, None], -1)[:, 0]  # noqa: E731
         return jax.vjp(f, x)[1](g)
 
     same(kernel(run, x, labels, g), run(x, labels, g))

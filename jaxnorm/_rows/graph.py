@@ -394,7 +394,10 @@ class Graph:
         if not node.column:
             return node
         if node.op == "input":
-            number, panel, _ = node.attr
+            number, panel, backwards = node.attr
+            if backwards:
+                label = self.convert(label, np.promote_types(label.dtype, np.int32))
+                label = self.sub(self.literal(self.width - 1, label.dtype), label)
             return self.node(
                 "input_at", (label,), (number, panel), node.dtype, row=True, column=False
             )

@@ -394,9 +394,9 @@ def test_large_offsets(columns):
 def test_factors_are_taken_out_where_that_is_exact():
     """Not the literal that rounds, nor the one that keeps a product finite."""
     x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    large = x * np.float32(1e25)
+    large, small = x * np.float32(1e25), x * np.float32(1e-30)
 
-    def run(x, large):
+    def run(x, large, small):
         rounded = (x * 100 + 12582912.0) - 12582912.0
         finite = (1e-30 * large) * (1e-20 * large)
         return (
@@ -405,9 +405,10 @@ def test_factors_are_taken_out_where_that_is_exact():
             x * 3.0 + x * x * 3.0,
             (x - 1.0) + 1.0,
             jnp.sum(rounded * finite, -1),
+            1e30 * (1e20 * small),
         )
 
-    for got, want in zip(kernel(run, x, large), run(x, large), strict=True):
+    for got, want in zip(kernel(run, x, large, small), run(x, large, small), strict=True):
         np.testing.assert_allclose(got, want, 3e-7 * 64**0.5, 3e-7)
 
 

@@ -93,6 +93,12 @@ def is_extreme(node: Node) -> bool:
     return is_literal(node) and not 2**-20 <= abs(node.attr) <= 2**20
 
 
+def _is_normal(value: float, dtype) -> bool:
+    """Whether a dtype has all digits of a number."""
+    info = np.finfo(dtype)
+    return value == 0 or float(info.tiny) <= abs(value) <= float(info.max)
+
+
 class Graph:
     """Makes nodes. The constructors below simplify what costs more than it needs to."""
 
@@ -207,13 +213,13 @@ class Graph:
                 return self.neg(y)
             if is_literal(x) and y.op == "mul":
                 for u, v in (y.args, y.args[::-1]):
-                    if is_literal(u):
+                    if is_literal(u) and _is_normal(u.attr * x.attr, a.dtype):
                         return self.mul(self.literal(u.attr * x.attr, a.dtype), v)
         for x, y in ((a, b), (b, a)):
             # Factors of a row stay together: r * (s * element) = (r * s) * element, one product per element.
             if not x.column and y.op == "mul" and y.column and not y.after:
                 for u, v in (y.args, y.args[::-1]):
-                    if not u.column:
+                    if not u.column and not (is_literal(x) and is_literal(u)):
                         return self.mul(self.mul(x, u), v)
         return self.node("mul", (a, b), dtype=a.dtype)
 

@@ -26,7 +26,6 @@ from jaxnorm._rows.save import Flat, Node
 
 # The most pieces that a region joins to a row.
 PIECES = 4
-_REDUCTIONS = ("reduce_", "arg")
 # Operations that row programs have, and that regions leave where they are: what they say is about the whole array.
 _LEFT = {
     "copy_p", "jaxnorm_pack_bits", "jaxnorm_unpack_bits", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary",
@@ -107,7 +106,7 @@ def _takes_a_label(equation) -> bool:
 
 
 def _reduction(equation) -> Reduction | None:
-    if not equation.primitive.startswith(_REDUCTIONS) or "axes" not in equation.params:
+    if equation.primitive not in equations.REDUCTIONS | equations.ARGS:
         return None
     shape, axes = equation.inputs[0].aval.shape, equation.params["axes"]
     long = [d for d, n in enumerate(shape) if n != 1]

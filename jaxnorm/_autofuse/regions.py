@@ -172,7 +172,7 @@ class Finder:
         """Whether an equation is one of a region's rows."""
         graph, equation = self.graph, self.graph.equations[i]
         rows, columns = reduction.rows, reduction.columns
-        if i in self._taken or not equation.known:
+        if not self._may_fit(i, reduction):
             return False
         makers = [graph.producer[v] for v in equation.reads if v in graph.producer]
         if equation.sums_rows:

@@ -340,7 +340,7 @@ def _collected(graph, node, readers, opens):
 
 def _terms(graph, node, shared, opens, depth=0):
     """[(factor of the row, elements), ...]: the node is the sum of their products."""
-    # Nor is (x + 2^23) - 2^23, which rounds, the same as x.
+    # A sum with a literal stays whole, too: (x + 2^23) - 2^23 rounds x.
     whole = node.number in shared or _is_shift(node) or any(map(is_literal, node.args))
     if node.op in ("add", "sub") and node.column and not whole:
         first, second = (_terms(graph, a, shared, opens, depth) for a in node.args)

@@ -24,6 +24,9 @@ CALLS = {
     "remat2": "jaxpr",
     "jaxnorm_row_program": "jaxpr",
 }
+# Reductions of values, and of values to their places.
+REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "or", "and")}
+ARGS = {"argmax", "argmin"}
 # Formulas that are operations of the compiler, or are followed in their own way.
 _OWN = {f"jaxnorm_{name}" for name in ("pack_bits", "unpack_bits", "row_program", "row_tangent")}
 

@@ -32,6 +32,8 @@ from jaxnorm._primitive.partition import Partition, sharding_factors
 from jaxnorm._primitive.programs import cached_by_program, closed_of, open_jaxpr
 from jaxnorm._rows.dimensions import cut_dimensions
 from jaxnorm._rows.equations import (
+    ARGS,
+    REDUCTIONS,
     Constant,
     Equation,
     Equations,
@@ -46,8 +48,6 @@ from jaxnorm._sharding import Blocks, Tiled
 
 # Operations that change where columns are.
 _MOVING = {"slice", "split", "concatenate", "pad", "rev"}
-_REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "or", "and")}
-_ARGS = {"argmax", "argmin"}
 _LABELS = {"gather", "scatter-add"}
 _RESHAPING = {"iota", "reshape", "squeeze", "expand_dims"}
 _IDENTITIES = {"sharding_constraint", "reshard", "mesh_cast", "pvary", "pcast", "copy", "copy_p"}
@@ -144,7 +144,7 @@ def _shared(closed) -> Shared:
     whole_rows = [_wants_whole_rows(e, dims, column) for e in program.equations]
     if view.neighbours != 1:
         # Operations that look columns up by their numbers do so along the last dimension.
-        whole_rows += [e.primitive in _ARGS | _LABELS for e in program.equations]
+        whole_rows += [e.primitive in ARGS | _LABELS for e in program.equations]
     if len(lengths) != 1 or any(whole_rows):
         lengths = {1}
         dims = {
@@ -183,7 +183,7 @@ def _wants_whole_rows(equation, dims, column) -> bool:
     elif name == "random_bits":
         if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
             raise equation.refuse("needs jax_threefry_partitionable")
-    elif name in _REDUCTIONS | _ARGS:
+    elif name in REDUCTIONS | ARGS:
         source = equation.inputs[0]
         reduced = {a for i in params["axes"] for a in _of(dims, source)[i]}
         if name != "reduce_sum" and reduced - {column}:
@@ -450,7 +450,7 @@ class _Device:
     def _reduced(self, equation) -> tuple[int, ...]:
         """The cut axes over which an equation reduces, by a collective that others may share."""
         source = equation.inputs[0] if equation.inputs else None
-        if equation.primitive in _REDUCTIONS:
+        if equation.primitive in REDUCTIONS:
             dims = self._program.axes(source)
             axes = [a for i in equation.params["axes"] for a in dims[i]]
         elif equation.primitive == "gather":
@@ -466,13 +466,13 @@ class _Device:
         if not self._column_cut or self._column not in axes:
             return False
         match equation.primitive:
-            case name if name in _REDUCTIONS:
+            case name if name in REDUCTIONS:
                 dims = self._program.axes(equation.inputs[0])
                 return {a for i in equation.params["axes"] for a in dims[i]} == {self._column}
             case "jaxnorm_pack_bits" | "jaxnorm_unpack_bits":
                 return _bits.cuts_bytes(self._blocks)
             case name:
-                return name in (*_ARGS, "gather", "scatter-add")
+                return name in (*ARGS, "gather", "scatter-add")
 
     def _stage(self, env, now, later, one_program):
         """Computes what is ready into the environment; returns (partials, their arrays by value)."""

@@ -275,13 +275,10 @@ class Flat:
 
         if avals is None:
             avals = [stored_aval(v) for v in operands]
-        avals = [*avals, *(a for _, a in self._with_avals(constants))]
+        avals = [*avals, *(self.avals[v] for v in constants)]
         closed, none = closed_of(run, avals)
         assert not none
         return closed, [self.constants[v] for v in constants]
-
-    def _with_avals(self, values):
-        return [(v, self.avals[v]) for v in values]
 
     def equations_of(self, values: Iterable[int], results: Sequence[Atom]):
         """(the equations that compute values, as the compiler has them; a compiler's value for each of them)."""
@@ -307,9 +304,6 @@ class Flat:
         return equations.Equations(inputs, tuple(found), tuple(map(read, results))), made
 
 
-_REDUCTIONS = {
-    "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
-}  # fmt: skip
 _SHORT_FLOATS = {np.dtype(np.float16), np.dtype(jnp.bfloat16)}
 
 _INVERSES = {"jaxnorm_unpack_bits": "jaxnorm_pack_bits", "random_unwrap": "random_wrap"}
@@ -428,7 +422,7 @@ def cheapest_cut(
     reduced = {
         v: size(n.inputs[0])
         for n in known
-        if n.eqn.primitive.name in _REDUCTIONS
+        if n.eqn.primitive.name in equations.REDUCTIONS | equations.ARGS
         for v in n.outputs
     }
     most = max(reduced.values(), default=0)

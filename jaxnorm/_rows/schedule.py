@@ -104,7 +104,7 @@ class _Scheduler:
         if source == "stream":
             slots = self.asked.get("slots") or (4 if len(self.wholes) == 1 else 2)
             slots = max(1, min(slots, -(-part // lanes), 32 // elements or 1))
-            # Sums over rows that registers do not hold are those of a block that has one row at a time.
+            # A block that keeps sums over rows in memory, because registers do not hold them, has one row at a time.
             lanes = max(lanes, 32) if self.sums and lanes * slots < part else lanes
             rounds = -(-part // (lanes * slots))
         threads = (
@@ -476,7 +476,7 @@ class _Scheduler:
         elif cluster > 1 or (not long and not self.columns):
             rows = 1
         elif self.heavy and self.sums:
-            # Instructions of many elements side by side hide each other's latency, or those of other blocks do.
+            # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
             rows = 2 if elements <= 16 and threads > 64 else 1
         elif self.sums and self.levels == 1 and groups == 1:
             rows = 2 if self._few_threads(threads) else 1

@@ -32,7 +32,8 @@ GROUPS_OF_SUMS, ROWS_OF_SUMS, ROW_BYTES_OF_SUMS = 3, 32, 1024 * 1024
 # The most sums over rows that a block of a cluster has in registers, if an element takes many instructions. Longer rows
 # are shared, however many there are.
 SUMS_OF_BLOCK = 24 * 1024
-# Threads that compute then. 128 others exchange, and each of all has 128 registers.
+# Threads of a block that compute in a group which shares such rows. 128 more threads exchange, so that each thread has
+# 128 registers.
 LANES_OF_SUMS = 384
 # What is asked of a schedule that shares no rows between blocks of a grid.
 OTHER_SCHEDULES = ("source", "cluster", "parts", "rows_at_once", "blocks")

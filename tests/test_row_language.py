@@ -272,6 +272,42 @@ def test_random_bits_of_a_key_for_each_row():
 
 
 @emulated
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "limit", [0.0, 2**-23, 3e-9, 0.3, 0.9, 1 - 2**-23, 1.0, 2.0, np.nan, np.inf]
+)
+def test_comparisons_of_uniform_numbers(limit, dtype):
+    """A number is compared as the bits that it is made of."""
+
+    def run(words, x):
+        numbers = jax.random.uniform(jax.random.wrap_key_data(words), x.shape, dtype)
+        shifted = jnp.minimum(numbers + 1e-3, 0.8)
+        return [
+            *(numbers < limit, numbers <= limit, numbers > limit, numbers >= limit),
+            *(limit < numbers, limit >= numbers, shifted < limit, limit - numbers > 0.1),
+            x,
+        ]
+
+    words, x = np.asarray([5, 6], np.uint32), np.ones((4, 2048), np.float32)
+    same(kernel(run, words, x), run(words, x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [("float32", 7549747 << 9), ("float64", 4053239664633447 << 12)]
+)
+def test_dropout_draws_by_one_comparison(dtype, limit):
+    """A limit is the first number of all digits that is not below 0.9: 7549747 / 2^23, and 4053239664633447 / 2^52."""
+
+    def dropout(key, x):
+        return jnp.where(jax.random.bernoulli(key, np.dtype(dtype).type(0.9), x.shape), x / 0.9, 0)
+
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    source = jaxnorm.fuse(dropout).explain(jax.eval_shape(lambda: jax.random.key(0)), x).source
+    assert f" < {limit}u" in source
+    assert "bitcast" not in source
+
+
+@emulated
 def test_random_normal_and_dropout_in_parts():
     def run(words, x):
         key = jax.random.wrap_key_data(words)

@@ -4,6 +4,7 @@ import collections
 import functools
 import math
 
+from jaxnorm._rows import draws
 from jaxnorm._rows.graph import AS_ELEMENT, FLOAT, Graph, Node, is_extreme, is_literal
 from jaxnorm._rows.rules import Program
 
@@ -20,7 +21,7 @@ def simplify(program: Program) -> Program:
     """The program that schedules are made for."""
     if program.width >= MAXIMA_FIRST_COLUMNS or program.neighbours != 1:
         program = _maxima_of_arguments(program)
-    program = _factor_elements(_share_logistic(program))
+    program = _factor_elements(_share_logistic(_draw_by_bits(program)))
     wholes = [i for i in program.inputs.values() if i.whole]
     row_bytes = sum(i.panels * program.width * i.dtype.itemsize for i in wholes)
     if row_bytes > (ONE_PASS_BYTES if program.neighbours == 1 else ONE_PASS_SIDE_BY_SIDE):
@@ -38,6 +39,16 @@ def _rewrite(program: Program, rule) -> Program:
         return done[node.number]
 
     return program.with_nodes(lambda output: [new(n) for n in output.nodes])
+
+
+def _draw_by_bits(program: Program) -> Program:
+    graph = program.graph
+
+    def rule(node, args):
+        new = graph.again(node, args)
+        return draws.compared_as_bits(graph, new) or new
+
+    return _rewrite(program, rule)
 
 
 def _factor_elements(program: Program) -> Program:

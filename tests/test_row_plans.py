@@ -101,7 +101,7 @@ gated_rms_norm_256 backward               16 2x8       16 256x1   ring 2       1
 gated_rms_norm_512 forward                32 2x8        4 128x8   registers    1
 gated_rms_norm_512 backward               32 2x8        8 128x2   ring 2       1 persistent hoist
 gated_rms_norm_1024 forward               64 2x8        1 64x16   registers    1
-gated_rms_norm_1024 backward              64 2x8        4 64x2    ring 2       1 persistent hoist
+gated_rms_norm_1024 backward              32 4x8        4 128x2   ring 2       1 persistent hoist
 gated_rms_norm_2048 forward              128 2x8        1 128x8   registers    1
 gated_rms_norm_2048 backward             128 2x8        2 128x1   ring 2       1 persistent hoist
 gated_rms_norm_8192 forward              512 2x8        1 512x2   registers    1
@@ -121,11 +121,11 @@ layer_norm_gelu_128 backward               8 2x8       64 256x1   ring 2       2
 layer_norm_gelu_256 forward               16 2x8       32 256x2   registers    0
 layer_norm_gelu_256 backward              16 2x8       32 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_512 forward               32 2x8        8 128x8   registers    0
-layer_norm_gelu_512 backward              32 2x8        8 128x2   ring 3       1 persistent hoist
+layer_norm_gelu_512 backward              32 2x8        8 128x2   ring 2       1 persistent hoist
 layer_norm_gelu_1024 forward              32 4x8        4 128x8   registers    0
-layer_norm_gelu_1024 backward             64 2x8        4 64x4    ring 3       1 persistent hoist
+layer_norm_gelu_1024 backward             32 4x8        4 128x2   ring 2       1 persistent hoist
 layer_norm_gelu_2048 forward              64 4x8        1 64x16   registers    0
-layer_norm_gelu_2048 backward            128 2x8        2 128x2   ring 3       1 persistent hoist
+layer_norm_gelu_2048 backward            128 2x8        2 128x2   ring 2       1 persistent hoist
 layer_norm_gelu_8192 forward             256 4x8        1 256x4   registers    0
 layer_norm_gelu_8192 backward            256 4x8        1 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_16384 forward            512 4x8        1 512x2   registers    0

@@ -33,6 +33,10 @@ LONG_PART = 16 * 1024
 PARTS_FILL = 0.68
 # Elements of a row that a thread may have where that leaves fewer threads idle.
 SLOT_ELEMENTS = 40
+# Bytes that the stages of a multiprocessor's blocks have where rows are summed up: more are not faster.
+STAGED_BYTES = 64 * 1024
+# Columns of rows that a warp has to itself where rows are summed up, and of programs with more than two such sums.
+WARP_COLUMNS = 40 * 32, 32 * 32
 # This many instructions for each byte from or to memory cost no time: no value is kept from phase to phase.
 FREE_INSTRUCTIONS = 8
 
@@ -151,7 +155,11 @@ class _Scheduler:
         )
         if source == "ring":
             stage = max(stage_bytes(self.program, plan), 1)
-            plan = self._with_stages(plan, max(2, min(4, 49152 // stage)))
+            if self.sums:
+                wanted = min(3, STAGED_BYTES // (stage * max(1, self._blocks(plan)[0])))
+            else:
+                wanted = min(4, 49152 // stage)
+            plan = self._with_stages(plan, max(2, wanted))
         return self._with_registers(plan)
 
     def _with_stages(self, plan, wanted) -> Plan:
@@ -431,14 +439,13 @@ class _Scheduler:
         if source == "stream":
             return min(512, max(32, round_up(part, 32)))
         wanted = self._elements(source, cluster, vector, shifted)
-        in_warp = 16 if self.sums or self.columns else 32
-        if part * elements <= 32 * in_warp:
+        few = 16 if self.sums or self.columns else 32
+        in_warp = 32 * few
+        if source == "ring" and self.sums and not self._grouped and not shifted:
+            in_warp = WARP_COLUMNS[len(self.phases.row_sums) > 2]
+        if part * elements <= in_warp:
             lanes = min(32, _power_of_2(part))
-            while (
-                lanes > 8
-                and -(-part // (lanes // 2)) * elements <= in_warp
-                and lanes * vector >= 64
-            ):
+            while lanes > 8 and -(-part // (lanes // 2)) * elements <= few and lanes * vector >= 64:
                 lanes //= 2
             return lanes
         most = THREADS_MAX
@@ -459,6 +466,11 @@ class _Scheduler:
         slots = min(range(fewest, max(fewest, wanted, SLOT_ELEMENTS // elements) + 1), key=cost)
         return round_up(-(-part // slots), 32)
 
+    @property
+    def _grouped(self) -> bool:
+        """Whether groups of rows have sums of their own. More blocks would write more partial sums of each."""
+        return any(n.attr[0] for n in self.phases.row_sums)
+
     def _group_rows(self):
         """Rows that one sum over rows adds up; tiles must not have rows of two sums."""
         kept = max((n.attr[0] for n in self.phases.row_sums), key=len, default=())
@@ -478,8 +490,8 @@ class _Scheduler:
         elif self.heavy and self.sums:
             # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
             rows = 2 if elements <= 16 and threads > 64 else 1
-        elif self.sums and self.levels == 1 and groups == 1:
-            rows = 2 if self._few_threads(threads) else 1
+        elif self.sums and self.levels == 1:
+            rows = 2 if self._few_threads(threads, groups, elements) else 1
         elif self.sums:
             # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
             rows = 1 if self.levels else 2 if long else 1
@@ -494,7 +506,7 @@ class _Scheduler:
                 else 2
             )
         else:
-            rows = 1
+            rows = 4 if source == "registers" and self.levels and long and elements <= 8 else 1
         while rows > 1 and isinstance(group_rows, int) and group_rows % (groups * rows):
             rows //= 2
         return rows
@@ -508,19 +520,28 @@ class _Scheduler:
             passes *= 2
         return passes
 
-    def _few_threads(self, threads) -> bool:
+    def _few_threads(self, threads, groups, elements) -> bool:
         """Whether the blocks of a program with sums over rows have so few threads that each works on two rows."""
-        together = threads * self._blocks_of_sums(threads, threads, 16, False)
-        return 256 <= together <= 320 if len(self.phases.row_sums) > 1 else together < 256
+        lanes = threads // groups
+        together = threads * self._blocks_of_sums(threads, lanes, elements, False)
+        if len(self.phases.row_sums) > 1:
+            return groups == 1 and together <= 320
+        return together < 256
 
     def _blocks_of_sums(self, threads, lanes, elements, shifted) -> int:
         """Blocks of a multiprocessor: a ring hides the latency of memory, what is left is that of instructions."""
         if shifted:  # one row at a time
             return -(-256 // threads)
-        if self.heavy or lanes <= 32:
-            return max(1, round(256 / threads))
-        if len(self.phases.row_sums) > 1:
-            return -(-256 // max(threads, 128))
+        if self._grouped:
+            return max(1, 128 // threads)
+        if self.heavy:
+            return max(1, -(-256 // threads))
+        several = len(self.phases.row_sums) > 1
+        if lanes <= 32:
+            two_rows = not several and 24 <= elements <= 32 and len(self.wholes) <= 2
+            return 1 if two_rows else max(1, round(256 / threads))
+        if several:
+            return max(1, 256 // max(threads, 128))
         return -(-128 * 16 // (threads * min(elements, 16)))
 
     # ---- registers: how many blocks, and what stays in them ----

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import hlo
 import jax
@@ -32,6 +32,11 @@ MESHES = {kind: _meshes(kind) for kind in KINDS}
 AUTO, EXPLICIT = (MESHES[kind][0] for kind in KINDS)
 
 
+def _on(mesh: Mesh, specs: Iterable[P]) -> list[P]:
+    """Those specs whose axes the mesh has."""
+    return [s for s in specs if {n for e in s for n in names_of(e)} <= set(mesh.axis_names)]
+
+
 def over(specs: Sequence[P], kinds: Sequence[str] = tuple(KINDS)):
     """Parametrises a test with `mesh` and `spec`: every spec on every mesh that has its axes."""
     return pytest.mark.parametrize(
@@ -40,8 +45,25 @@ def over(specs: Sequence[P], kinds: Sequence[str] = tuple(KINDS)):
             pytest.param(mesh, spec, id=f"{platform_of(mesh)} {kind} {spec}")
             for kind in kinds
             for mesh in MESHES[kind]
-            for spec in specs
-            if {name for entry in spec for name in names_of(entry)} <= set(mesh.axis_names)
+            for spec in _on(mesh, specs)
+        ],
+    )
+
+
+def over_pairs(name: str, values: Iterable, specs: Sequence[P]):
+    """Parametrises a test with `mesh`, `spec` and `name`, so that any two of kind of axes, spec and value meet.
+
+    Auto and Explicit axes take turns on the CPU devices, from pair to pair. On GPUs both kinds have all pairs.
+    """
+    return pytest.mark.parametrize(
+        ("mesh", "spec", name),
+        [
+            pytest.param(mesh, spec, value, id=f"{platform_of(mesh)} {kind} {spec}-{value}")
+            for turn, kind in enumerate(KINDS)
+            for mesh in MESHES[kind]
+            for number, value in enumerate(values)
+            for spec in _on(mesh, specs)
+            if platform_of(mesh) == "gpu" or (number + specs.index(spec)) % 2 == turn
         ],
     )
 

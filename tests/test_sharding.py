@@ -18,7 +18,17 @@ import row_emulator
 import suite
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import AUTO, CPUS, assert_only_small_all_reduces, blocks, has_kernels, over, put, scope
+from meshes import (
+    AUTO,
+    CPUS,
+    assert_only_small_all_reduces,
+    blocks,
+    has_kernels,
+    over,
+    over_pairs,
+    put,
+    scope,
+)
 
 import jaxnorm
 import jaxnorm.linen
@@ -70,15 +80,26 @@ def assert_same(sharded, alone):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
 
 
-def alone(f, *args, mesh=AUTO):
-    """The result on one device of a mesh."""
+RESULTS_ALONE = {}
+
+
+def alone(f, *args, mesh=AUTO, key=None):
+    """The result on one device of a mesh.
+
+    It is computed once for all tests with the same key, which names the function and its arguments.
+    """
     device = mesh.devices.flat[0]
-    return jax.tree.map(np.asarray, jax.jit(f)(*(jax.device_put(a, device) for a in args)))
+    if (key, device) not in RESULTS_ALONE:
+        result = jax.jit(f)(*(jax.device_put(a, device) for a in args))
+        result = jax.tree.map(np.asarray, result)
+        if key is None:
+            return result
+        RESULTS_ALONE[key, device] = result
+    return RESULTS_ALONE[key, device]
 
 
-@functools.cache
 def both_alone(op, mesh=AUTO):
-    return alone(both(call(op)), X, mesh=mesh)
+    return alone(both(call(op)), X, mesh=mesh, key=("both", op))
 
 
 def assert_only_small_sums(program, mesh, rows, count):
@@ -92,14 +113,12 @@ ops = pytest.mark.parametrize("op", OPS)
 softmaxes = pytest.mark.parametrize("op", SOFTMAXES)
 norms = pytest.mark.parametrize("op", NORMS)
 row_ops = pytest.mark.parametrize("op", ROW_OPS)
-rows_over_meshes, columns_over_meshes = over(ROW_SPECS), over(COLUMN_SPECS)
 
 
 # ---- jit ----
 
 
-@rows_over_meshes
-@ops
+@over_pairs("op", OPS, ROW_SPECS)
 def test_rows(mesh, op, spec):
     """No collective, forward, tangents and gradient; each device calls the kernel on its rows."""
     with scope(mesh):
@@ -119,8 +138,7 @@ def test_rows(mesh, op, spec):
         assert all(c.arrays[0] == ("f32", local) for c in calls), calls
 
 
-@columns_over_meshes
-@row_ops
+@over_pairs("op", ROW_OPS, COLUMN_SPECS)
 def test_split_rows(mesh, op, spec):
     """Only all-reduces of per-row numbers: a maximum and a sum, or a mean and a variance; sums backward."""
     with scope(mesh):
@@ -136,16 +154,15 @@ def test_split_rows(mesh, op, spec):
         assert r.sharding.is_equivalent_to(x.sharding, 2)
 
 
-@columns_over_meshes
+@over_pairs("columns", [64, 40, 24], COLUMN_SPECS)
 @pytest.mark.parametrize("op", ["relu", "add_relu"])
-@pytest.mark.parametrize("columns", [64, 40, 24])
 def test_relu_with_split_last_axis(mesh, op, columns, spec):
     """No collective where blocks hold whole bytes of the mask; right everywhere else too."""
     x = rand((ROWS, columns), 6)
     with scope(mesh):
         sharded = put(x, spec, mesh)
         program, results = hlo.run(both(call(op)), sharded)
-    assert_same(results, alone(both(call(op)), x, mesh=mesh))
+    assert_same(results, alone(both(call(op)), x, mesh=mesh, key=("both", op, columns)))
     if columns % (8 * blocks(mesh, spec[1])) == 0:
         assert hlo.collectives(program) == []
 
@@ -164,14 +181,13 @@ def test_strided_axis(op, spec):
         assert {c.kind for c in found} == {"all-reduce"}
         per_row = 4 * BATCH * COLUMNS // blocks(AUTO, spec[0]) // blocks(AUTO, spec[2])
         assert all(hlo.BYTES[t] * math.prod(s) <= per_row for c in found for t, s in c.arrays)
-    assert_same(results, alone(both(f), BATCHED))
+    assert_same(results, alone(both(f), BATCHED, key=("strided", op)))
 
 
 # ---- vmap ----
 
 
-@over([P("d", None, None), P(None, "d", None), P("m", "d", None)])
-@ops
+@over_pairs("op", OPS, [P("d", None, None), P(None, "d", None), P("m", "d", None)])
 def test_vmap_rows(mesh, op, spec):
     """Of the operation and of its gradient, and the gradient of the vmapped operation."""
 
@@ -183,7 +199,7 @@ def test_vmap_rows(mesh, op, spec):
         x = put(BATCHED, spec, mesh)
         program, results = hlo.run(f, x)
     assert hlo.collectives(program) == []
-    assert_same(results, alone(f, BATCHED, mesh=mesh))
+    assert_same(results, alone(f, BATCHED, mesh=mesh, key=("vmap", op)))
 
 
 @over([P("d", None, "m"), P(None, None, "m")])
@@ -196,7 +212,7 @@ def test_vmap_split_rows(mesh, op, spec):
         x = put(BATCHED, spec, mesh)
         program, result = hlo.run(f, x)
     assert_only_small_sums(program, mesh, BATCH // blocks(mesh, spec[0]) * ROWS, 3)
-    assert_same(result, alone(f, BATCHED, mesh=mesh))
+    assert_same(result, alone(f, BATCHED, mesh=mesh, key=("gradient of vmap", op)))
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in NORMS])
@@ -211,9 +227,12 @@ def test_vmap_over_the_last_axis(op):
 # ---- operands that broadcast ----
 
 
-@over([P("d", None), P(("d", "m"), None), P("d", "m"), P(None, "m")])
+@over_pairs(
+    "operands_sharded",
+    [True, False],
+    [P("d", None), P(("d", "m"), None), P("d", "m"), P(None, "m")],
+)
 @softmaxes
-@pytest.mark.parametrize("operands_sharded", [True, False])
 def test_where_and_bias(mesh, op, spec, operands_sharded):
     """Masks of one row and of all rows, a bias of one column; sharded like x or on every device."""
 
@@ -236,7 +255,7 @@ def test_where_and_bias(mesh, op, spec, operands_sharded):
     with scope(mesh):
         x, placed = put(X, spec, mesh), [place(a) for a in operands]
         program, results = hlo.run(f, x, *placed)
-    assert_same(results, alone(f, X, *operands, mesh=mesh))
+    assert_same(results, alone(f, X, *operands, mesh=mesh, key=("where and bias", op)))
     if spec[1] is None:
         assert hlo.collectives(program) == []
     else:
@@ -277,8 +296,7 @@ def norm_with_everything(op, mask=None):
     return f
 
 
-@rows_over_meshes
-@norms
+@over_pairs("op", NORMS, ROW_SPECS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_norm_parameters_with_whole_rows(mesh, op, spec, masked):
     """The kernels on each device's rows, and one all-reduce: of the parameters' gradients, together."""
@@ -295,11 +313,12 @@ def test_norm_parameters_with_whole_rows(mesh, op, spec, masked):
     kernels = ["jaxnorm_norm_fwd", "jaxnorm_norm_bwd"]
     if has_kernels(mesh):
         assert [c.kind for c in hlo.custom_calls(program)] == kernels
-    assert_same(results, alone(f, X, W, SCALE, SHIFT, mesh=mesh))
+    assert_same(
+        results, alone(f, X, W, SCALE, SHIFT, mesh=mesh, key=("mask of one row", op, masked))
+    )
 
 
-@columns_over_meshes
-@norms
+@over_pairs("op", NORMS, COLUMN_SPECS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_norm_parameters_with_split_rows(mesh, op, spec, masked):
     """Numbers per row, and parameters' gradients of the columns that a device holds."""
@@ -312,7 +331,9 @@ def test_norm_parameters_with_split_rows(mesh, op, spec, masked):
     assert {c.kind for c in found} == {"all-reduce"}
     rows, columns = ROWS // blocks(mesh, spec[0]), COLUMNS // blocks(mesh, spec[1])
     assert sum(c.bytes for c in found) <= 4 * (7 * rows + 2 * columns)
-    assert_same(results, alone(f, X, W, SCALE, SHIFT, mesh=mesh))
+    assert_same(
+        results, alone(f, X, W, SCALE, SHIFT, mesh=mesh, key=("mask of all rows", op, masked))
+    )
 
 
 @over([P("d")])
@@ -329,7 +350,9 @@ def test_norm_parameters_per_example(mesh, op, spec):
         ]
         program, results = hlo.run(f, *args)
     assert hlo.collectives(program) == []
-    assert_same(results, alone(f, BATCHED, residual, scale, bias, mesh=mesh))
+    assert_same(
+        results, alone(f, BATCHED, residual, scale, bias, mesh=mesh, key=("per example", op))
+    )
 
 
 @norms
@@ -341,11 +364,12 @@ def test_norm_of_several_axes(op):
         y, pullback = jax.vjp(lambda *a: getattr(jaxnorm, op)(*a, axis=(1, 2)), x, scale)
         return y, pullback(jnp.cos(x))
 
+    expected = alone(f, BATCHED, scale)
     for spec in (P("d", None, None), P(None, "d", "m"), P("m", "d", None)):
         found = hlo.collectives(hlo.text(f, put(BATCHED, spec, AUTO), scale))
         assert {c.kind for c in found} <= {"all-reduce"}
         got = jax.jit(f)(put(BATCHED, spec, AUTO), put(scale, P(*spec[1:]), AUTO))
-        assert_same(got, alone(f, BATCHED, scale))
+        assert_same(got, expected)
 
 
 @norms
@@ -420,8 +444,7 @@ def assert_same_images(sharded, alone):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-4)
 
 
-@over(IMAGE_SPECS)
-@pytest.mark.parametrize("masked", [False, True])
+@over_pairs("masked", [False, True], IMAGE_SPECS)
 def test_batch_norm(mesh, spec, masked):
     """One all-reduce forward, of two or three numbers per feature and device; one more backward, of two."""
     f = batch_norm_with_everything(COUNTED if masked else None)
@@ -439,7 +462,7 @@ def test_batch_norm(mesh, spec, masked):
     kernels = [f"jaxnorm_batch_norm_{part}" for part in ("stats", "fwd", "sums", "dx")]
     if has_kernels(mesh):
         assert [c.kind for c in hlo.custom_calls(program)] == kernels
-    assert_same_images(results, alone(f, *whole, mesh=mesh))
+    assert_same_images(results, alone(f, *whole, mesh=mesh, key=("batch_norm", masked)))
     assert results[0].sharding.is_equivalent_to(args[0].sharding, 3)
 
 
@@ -454,7 +477,7 @@ def test_batch_norm_channels_first(mesh, spec):
         program, results = hlo.run(f, *args)
     count = 0 if spec[0] is None else 2
     assert [c.kind for c in hlo.collectives(program)] == ["all-reduce"] * count
-    assert_same_images(results, alone(f, *whole, mesh=mesh))
+    assert_same_images(results, alone(f, *whole, mesh=mesh, key="batch_norm, channels first"))
 
 
 @over([P("d", None, "m"), P(None, None, "m")])
@@ -466,7 +489,7 @@ def test_batch_norm_with_torn_bytes(mesh, spec):
         program, results = hlo.run(f, *args)
     assert {c.kind for c in hlo.collectives(program)} == {"all-reduce"}
     assert max(c.bytes for c in hlo.collectives(program)) < IMAGES[..., :20].nbytes // 8
-    assert_same_images(results, alone(f, *whole, mesh=mesh))
+    assert_same_images(results, alone(f, *whole, mesh=mesh, key="batch_norm, torn bytes"))
 
 
 @over(IMAGE_SPECS)
@@ -487,7 +510,7 @@ def test_batch_norm_inference(mesh, spec):
         whole, args = image_arguments(mesh, spec)
         program, results = hlo.run(f, *args)
     assert hlo.collectives(program) == []
-    assert_same_images(results, alone(f, *whole, mesh=mesh))
+    assert_same_images(results, alone(f, *whole, mesh=mesh, key="batch_norm_inference"))
 
 
 @over(IMAGE_SPECS, ["auto"])
@@ -504,7 +527,7 @@ def test_batch_norm_of_statistics_and_second_derivative(mesh, spec):
 
     x = IMAGES - 50
     got = jax.jit(f)(put(x, spec, mesh), put(SCALE, P(spec[2]), mesh))
-    assert_same_images(got, alone(f, x, SCALE, mesh=mesh))
+    assert_same_images(got, alone(f, x, SCALE, mesh=mesh, key="statistics"))
 
 
 @over([P("d", None, None), P(("d", "m"), None, None)], ["auto"])
@@ -544,7 +567,8 @@ def test_batch_norm_in_shard_map(mesh, spec, check_vma, masked):
         assert sum(size for _, size in found) == 4 * 2 * 64 * (1 if check_vma else 2)
         assert {kind for kind, _ in found} == {"all-reduce"}
         assert len(found) == 1 or not check_vma
-    expected = alone(batch_norm_with_everything(COUNTED if masked else None), *whole, mesh=mesh)
+    f = batch_norm_with_everything(COUNTED if masked else None)
+    expected = alone(f, *whole, mesh=mesh, key=("batch_norm", masked))
     assert_same_images(jax.jit(everything)(*args), expected)
 
 
@@ -674,7 +698,7 @@ def test_eager(mesh, op, spec):
     x = put(X, spec, mesh)
     y = call(op)(x)
     assert y.sharding.is_equivalent_to(x.sharding, 2)
-    assert_same(y, alone(call(op), X, mesh=mesh))
+    assert_same(y, alone(call(op), X, mesh=mesh, key=op))
 
 
 @ops
@@ -692,7 +716,8 @@ def test_replicated_and_unsharded(op):
 def test_other_dtypes(mesh, op, spec, dtype):
     x = rand((ROWS, COLUMNS), 9, dtype)
     results = jax.jit(both(call(op)))(put(x, spec, mesh))
-    for got, want in zip(results, alone(both(call(op)), x, mesh=mesh), strict=True):
+    expected = alone(both(call(op)), x, mesh=mesh, key=("both", op, dtype))
+    for got, want in zip(results, expected, strict=True):
         assert got.dtype == dtype
         tolerance = 64 * oracle.UNIT[dtype]
         np.testing.assert_allclose(
@@ -834,11 +859,12 @@ def test_programs_of_parts(shape, dtype, names):
 
 @pytest.mark.skipif(not row_emulator.supported(), reason="kernels run on the CPU with g++ on Linux")
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @operands_of_softmax
-def test_kernels_of_parts(log, dtype, names, monkeypatch):
+def test_kernels_of_parts(log, names, monkeypatch):
     """The kernels' text, run on a CPU: values, tangents and gradients of rows that eight devices cut unevenly."""
     row_emulator.launch_row_programs(monkeypatch, fallback=True)
+    # Every set of operands and either function have both dtypes, in turn.
+    dtype = ("bfloat16", "float32")[(OPERANDS.index(names) + log) % 2]
     columns, floor = 49, 16 if dtype == "float32" else 2  # a bfloat16 is rounded once
     given, t = special_rows(names, columns, dtype), rand((ROWS, columns), 43, dtype)
     parts = Parts((ROWS, columns))
@@ -933,9 +959,8 @@ def test_uneven(mesh, spec, name):
         )
 
     got = jax.jit(everything)(put(x, spec, mesh))
-    for a, b in zip(
-        jax.tree.leaves(got), jax.tree.leaves(alone(everything, x, mesh=mesh)), strict=True
-    ):
+    want = alone(everything, x, mesh=mesh, key=("uneven", name))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -946,7 +971,9 @@ def test_reshape_that_splits_a_sharded_axis(mesh, spec, op):
     f = both(lambda x: call(op)(x.reshape(2, 2, 2, 5)))
     x = rand((8, 5), 31)
     program = lambda x: f(x)  # noqa: E731
-    assert_same(jax.jit(program)(put(x, spec, mesh)), alone(program, x, mesh=mesh))
+    assert_same(
+        jax.jit(program)(put(x, spec, mesh)), alone(program, x, mesh=mesh, key=("split", op))
+    )
 
 
 @over([P(None, "d"), P("d", "m")], ["explicit"])
@@ -964,7 +991,7 @@ def test_gradient_of_whole_parameters_of_cut_features(mesh, spec, op):
     with scope(mesh):
         got = g(put(X, spec, mesh), put(SCALE, P(None), mesh))
         assert jax.typeof(got).sharding.spec == P(None)
-    assert_same(got, alone(g, X, SCALE, mesh=mesh))
+    assert_same(got, alone(g, X, SCALE, mesh=mesh, key=("whole parameters", op)))
 
 
 # ---- shard_map ----
@@ -986,12 +1013,15 @@ def test_shard_map(mesh, op, spec, check_vma):
     if "softmax" in op and has_kernels(mesh):
         (only,) = hlo.custom_calls(program)
         assert only.arrays == (("f32", (ROWS // mesh.shape["d"], COLUMNS)),)
-    assert_same(result, alone(call(op), X, mesh=mesh))
+    assert_same(result, alone(call(op), X, mesh=mesh, key=op))
 
     def derivatives(f):
         return lambda x: (both(f)(x), gradient(gradient(f))(x))
 
-    assert_same(jax.jit(derivatives(mapped))(x), alone(derivatives(call(op)), X, mesh=mesh))
+    assert_same(
+        jax.jit(derivatives(mapped))(x),
+        alone(derivatives(call(op)), X, mesh=mesh, key=("derivatives", op)),
+    )
 
 
 @over([P("d", None)], ["auto"])

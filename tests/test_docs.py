@@ -1,7 +1,8 @@
 """Examples in README.md, docs/ and docstrings run as printed; links and make targets exist.
 
 Each page is one program in a process of its own, with JAX's default settings but for XLA's flags
-that make compiling fast: `python test_docs.py PAGE` runs it, without these.
+that make compiling fast: `python test_docs.py PAGE` runs it, without these. The docstrings of all
+modules are one program too, since most of its time goes into starting.
 """
 
 import doctest
@@ -22,11 +23,13 @@ PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 # Pages about libraries that no extra of the package brings.
 LIBRARIES = {"docs/other-libraries.md": ("equinox", "haiku")}
 
+DOCSTRINGS = "docstrings"
+
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
 def run(page):
-    """Runs a page's ```python blocks, or the docstrings of a module; returns (failed, tried)."""
+    """Runs a page's ```python blocks, or the docstrings of modules; returns (failed, tried)."""
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     if page.endswith(".md"):
         text = (ROOT / page).read_text()
@@ -36,8 +39,11 @@ def run(page):
         text = re.sub(r"^```.*$", "", "".join(parts), flags=re.MULTILINE)
         runner.run(doctest.DocTestParser().get_doctest(text, {}, page, page, 0))
     else:
-        for test in doctest.DocTestFinder().find(importlib.import_module(page), page):
-            runner.run(test)
+        for module in modules():
+            before = runner.tries
+            for test in doctest.DocTestFinder().find(importlib.import_module(module), module):
+                runner.run(test)
+            assert runner.tries > before, f"{module} has no example in a docstring"
     return runner.summarize()
 
 
@@ -58,7 +64,9 @@ def examples(page):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in (ROOT / p).read_text()] + modules())
+@pytest.mark.parametrize(
+    "page", [*(p for p in PAGES if ">>> " in (ROOT / p).read_text()), DOCSTRINGS]
+)
 def test_examples(page):
     for library in LIBRARIES.get(page, ()):
         if importlib.util.find_spec(library) is None:

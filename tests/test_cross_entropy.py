@@ -14,7 +14,7 @@ import suite
 from jax.sharding import PartitionSpec as P
 from meshes import assert_only_small_all_reduces, blocks, has_kernels, over, put
 from oracle import DTYPES
-from suite import needs_cpu, rand
+from suite import in_turn, needs_cpu, rand
 
 import jaxnorm
 from jaxnorm._ops import cross_entropy
@@ -123,7 +123,7 @@ def test_classes_of_several_axes(axis, masked):
             # optax: the logit of a masked label counts.
             return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y), 0)), jnp.isfinite(y)
 
-        return jax.value_and_grad(total, has_aux=True)(x)
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(x)
 
     (got, finite), x_bar = run(jaxnorm.softmax_cross_entropy)
     if not masked:
@@ -248,11 +248,11 @@ def test_label_dtypes(kind):
     np.testing.assert_array_equal(y, loss_of(labels)(x))
 
 
-@pytest.mark.parametrize(
-    "label", [-1, -33, -(2**31), 33, 34, 2**31 - 1, 2**32, 2**32 + 5, 2**63 - 1]
+@in_turn(
+    label=[-1, -33, -(2**31), 33, 34, 2**31 - 1, 2**32, 2**32 + 5, 2**63 - 1],
+    options=[{}, {"smoothing": 0.1, "z_loss": 0.5}],
+    axis=[0, 1],
 )
-@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.5}])
-@pytest.mark.parametrize("axis", [0, 1])
 def test_labels_out_of_range(label, options, axis):
     """The loss is NaN, the gradient 0, and no other row is touched."""
     x = rand((4, 33)) if axis == 1 else rand((33, 4))
@@ -293,9 +293,7 @@ SPECIAL = {
 }
 
 
-@dtypes
-@pytest.mark.parametrize("name", SPECIAL)
-@pytest.mark.parametrize("columns", [4, 37, 4099])
+@in_turn(dtype=DTYPES, name=[*SPECIAL], columns=[4, 37, 4099])
 def test_special_values(dtype, name, columns):
     x = np.full((3, columns), SPECIAL[name][0] if name == "all -inf" else -1.0)
     x[:, -4:] = SPECIAL[name]
@@ -342,9 +340,7 @@ def test_huge_logits(dtype, axis, columns):
     np.testing.assert_allclose(jax.jit(loss_of(labels, axis=axis))(x), expected, rtol=1e-5)
 
 
-@dtypes
-@pytest.mark.parametrize("options", [{}, {"smoothing": 0.1, "z_loss": 0.1}])
-@pytest.mark.parametrize("axis", [0, 1])
+@in_turn(dtype=DTYPES, options=[{}, {"smoothing": 0.1, "z_loss": 0.1}], axis=[0, 1])
 def test_garbage_at_masked_places(dtype, options, axis):
     """What logits and tangents hold there never matters; gradients there are exactly 0."""
     rng = np.random.default_rng(4)

@@ -161,9 +161,9 @@ def example(name, *arguments, cwd):
 @pytest.mark.parametrize(
     ("name", "steps", "first", "row", "verdict"),
     [
-        ("digits", 150, "jax.nn", "held-out accuracy", "OK: both runs reached 95%"),
-        ("resnet", 35, "flax", "held-out accuracy", "OK: every run reached 95%"),
-        ("transformer", 30, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
+        ("digits", 100, "jax.nn", "held-out accuracy", "OK: both runs reached 95%"),
+        ("resnet", 30, "flax", "held-out accuracy", "OK: every run reached 95%"),
+        ("transformer", 25, "flax", "flax wrote:     def ", "OK: every run is below the 2.9"),
         (
             "fused_transformer",
             30,
@@ -192,8 +192,8 @@ def test_example_in_short(name, steps, first, row, verdict, tmp_path):
 
 
 @needs_extra
-@pytest.mark.parametrize("norm", ["jaxnorm", "autofuse"])
-def test_example_of_one_library_without_training(norm, tmp_path):
+def test_example_of_one_library_without_training(tmp_path):
+    norm = "autofuse"  # the one name of a library that no run of both has
     done = example(
         *("transformer", "--norm", norm, "--steps", "1", "--plot", "out.png"), cwd=tmp_path
     )

@@ -11,7 +11,7 @@ import suite
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from suite import CUDA, OPS
+from suite import CUDA, OPS, in_turn
 
 import jaxnorm
 
@@ -161,8 +161,16 @@ def test_symbolic_batch_norm(axis, masked):
             np.testing.assert_allclose(a, w, rtol=1e-5, atol=1e-5)
 
 
-@ops
-@pytest.mark.parametrize("platforms", [("tpu",), ("rocm",), ("cuda",), ("cpu", "cuda", "tpu")])
+# Operations with options have no rule of their own for a platform: of those without kernels one is enough.
+@pytest.mark.parametrize(
+    ("op", "platforms"),
+    [
+        (op, platforms)
+        for op in OPS
+        for platforms in (("tpu",), ("rocm",), ("cuda",), ("cpu", "cuda", "tpu"))
+        if op in jaxnorm.__all__ or platforms != ("rocm",)
+    ],
+)
 def test_other_platforms(op, platforms):
     """Exports without a device of that kind; what has no kernels gets the formula."""
     args = OPS[op].arguments("float32")
@@ -192,11 +200,11 @@ def test_export_checks_name_every_target():
     assert names == {f"jaxnorm_{t}" for t in targets}
 
 
-@pytest.mark.parametrize(
-    "op", ["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm", "batch_norm"]
+@in_turn(
+    op=["softmax", "log_softmax", "relu", "add_relu", "layer_norm", "rms_norm", "batch_norm"],
+    spec=[P("d", None), P("d", "m"), P(None, "m")],
+    kind=[AxisType.Auto, AxisType.Explicit],
 )
-@pytest.mark.parametrize("spec", [P("d", None), P("d", "m"), P(None, "m")], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_eight_devices(op, spec, kind):
     """A sharded program is exported with the formula, which XLA partitions."""
     mesh = jax.make_mesh(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import errors, linen, nnx, serialization
 from jax.sharding import PartitionSpec as P
+from suite import in_turn
 
 from jaxnorm import linen as jlinen
 from jaxnorm import nnx as jnnx
@@ -226,11 +227,13 @@ norms = pytest.mark.parametrize("name", NORMS)
 HALF, SINGLE, DOUBLE = jnp.bfloat16, jnp.float32, jnp.float64
 
 
-@pytest.mark.parametrize("dtype", [None, HALF, SINGLE])
-@pytest.mark.parametrize("param_dtype", [HALF, SINGLE])
-@pytest.mark.parametrize("x_dtype", [HALF, SINGLE])
-@libraries
-@names
+@in_turn(
+    library=[*LIBRARIES],
+    name=NAMES,
+    x_dtype=[HALF, SINGLE],
+    param_dtype=[HALF, SINGLE],
+    dtype=[None, HALF, SINGLE],
+)
 def test_dtypes(library, name, x_dtype, param_dtype, dtype):
     options = {"dtype": dtype, "param_dtype": param_dtype}
     if name == "BatchNorm":
@@ -358,9 +361,11 @@ def test_batch_norm_options(library, options, answered, running):
     )
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 8), (4, 1, 1), (8,), (6, 8), (1, 6, 1)])
-@libraries
-@names
+@in_turn(
+    library=[*LIBRARIES],
+    name=NAMES,
+    shape=[(4, 6, 8), (4, 1, 1), (8,), (6, 8), (1, 6, 1)],
+)
 def test_masks(library, name, shape):
     mask = np.random.default_rng(1).random(shape) > 0.3
     mask[..., -1:] = True
@@ -726,15 +731,19 @@ def test_axis_name(library, kind, groups, masked):
 
     answered = not masked and groups != "uneven"
     assert uses_kernels(run(ours), variables, x) == answered
-    (want, kept), (have, have_kept) = (jax.jit(run(c))(variables, x) for c in (theirs, ours))
+    dy = normal(x.shape, seed=3)
+
+    def gradients(v, x, cls):
+        return jax.grad(lambda v, x: (run(cls)(v, x)[0] * dy).sum(), (0, 1))(v, x)
+
+    @jax.jit
+    def everything(v, x):
+        return [(run(c)(v, x), gradients(v, x, c)) for c in (theirs, ours)]
+
+    ((want, kept), pulls), ((have, have_kept), have_pulls) = everything(variables, x)
     close(have, want, 16, 1e-7)
     jax.tree.map(lambda a, b: close(a, b, 16, 1e-7), have_kept, kept)
-    dy = normal(x.shape, seed=3)
-    pulls = [
-        jax.jit(jax.grad(lambda v, x, c=c: (run(c)(v, x)[0] * dy).sum(), (0, 1)))(variables, x)
-        for c in (theirs, ours)
-    ]
-    jax.tree.map(lambda a, b: close(a, b, 128, 1e-7), pulls[1], pulls[0])
+    jax.tree.map(lambda a, b: close(a, b, 128, 1e-7), have_pulls, pulls)
 
 
 @libraries

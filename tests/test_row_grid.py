@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_emulator
+from suite import in_turn
 from test_row_plans import line
 
 import jaxnorm
@@ -176,11 +177,9 @@ needs_nvrtc = pytest.mark.skipif(launcher.nvrtc()[0] is None, reason="NVRTC is n
 
 
 @needs_emulator
-@pytest.mark.parametrize("asked", GRIDS.values(), ids=GRIDS)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@in_turn(name=[*FUNCTIONS], direction=DIRECTIONS, asked=[*GRIDS])
 def test_values(name, direction, asked):
-    check(name, direction, 7, 2048, asked)
+    check(name, direction, 7, 2048, GRIDS[asked])
 
 
 @needs_emulator

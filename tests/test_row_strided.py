@@ -203,7 +203,8 @@ def test_shapes(shape, dtype):
         plan = compare(lambda x: jax.nn.softmax(x, axis=0), arguments("x", shape, dtype))
     else:
         plan = compare(PROGRAMS["softmax"][0], arguments("x", shape, dtype))
-        compare(cross_entropy, arguments("xl", shape, dtype))
+        if dtype != "float16":  # numbers as wide as a bfloat16
+            compare(cross_entropy, arguments("xl", shape, dtype))
     assert plan.side
 
 
@@ -425,12 +426,14 @@ def test_explanation():
 def test_mapped(in_axis, out_axis):
     x = np.random.default_rng(0).normal(size=(2, 3, 5, 4)).astype(np.float32)
     plain, fused = PROGRAMS["softmax"][0], jaxnorm.fuse(PROGRAMS["softmax"][0])
-    want = jax.vmap(plain, in_axis, out_axis)(x)
-    np.testing.assert_allclose(jax.vmap(fused, in_axis, out_axis)(x), want, rtol=1e-6)
-    loss = lambda f: lambda x: jnp.sum(jnp.sin(jax.vmap(f, in_axis, out_axis)(x)))  # noqa: E731
-    np.testing.assert_allclose(
-        jax.grad(loss(fused))(x), jax.grad(loss(plain))(x), rtol=1e-5, atol=1e-6
-    )
+
+    def run(f, x):
+        mapped = jax.vmap(f, in_axis, out_axis)
+        return mapped(x), jax.grad(lambda x: jnp.sum(jnp.sin(mapped(x))))(x)
+
+    (got, got_bar), (want, want_bar) = jax.jit(lambda x: (run(fused, x), run(plain, x)))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(got_bar, want_bar, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +449,8 @@ def test_derivatives(name):
     def loss(f):
         return lambda *a: jnp.sum(jnp.sin(f(*a)))
 
-    got, want = (jax.grad(loss(f), floats)(*args) for f in (fused, function))
+    gradients = [jax.grad(loss(f), floats) for f in (fused, function)]
+    got, want = jax.jit(lambda *a: [g(*a) for g in gradients])(*args)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 

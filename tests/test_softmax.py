@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import DTYPES
-from suite import CPU, rand, value_and_vjp, values_and_vjps
+from suite import CPU, in_turn, rand, value_and_vjp, values_and_vjps
 
 import jaxnorm
 
@@ -85,9 +85,7 @@ def test_a_million_columns(op, dtype):
     check(op, rand((2, 1 << 20), dtype))
 
 
-@ops
-@dtypes
-@pytest.mark.parametrize("columns", [2, 3, 4, 5, 8])
+@in_turn(op=OPS, dtype=DTYPES, columns=[2, 3, 4, 5, 8])
 def test_short_rows(op, dtype, columns):
     """CPU kernels work across rows so short, in several tiles; a mask that rows share is no dense operand."""
     x = rand((2501, columns), dtype)
@@ -411,9 +409,7 @@ def huge(dtype, columns):
     return np.stack(rows).astype(np.dtype(dtype))
 
 
-@ops
-@dtypes
-@pytest.mark.parametrize("columns", [8, 37, 128, 1024, 1029, 9000, 200000])
+@in_turn(op=OPS, dtype=DTYPES, columns=[8, 37, 128, 1024, 1029, 9000, 200000])
 def test_huge_logits(op, dtype, columns):
     """The largest logits share the probability, however large they are and whatever they are multiplied by."""
     x = huge(dtype, columns)
@@ -497,10 +493,12 @@ def test_garbage_at_masked_places(op, dtype, columns, axis):
     assert np.isfinite(oracle.f64(y_dot)[where]).all()
 
 
-@ops
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("columns", [8, 40, 512, 520, 4096, 8192, 65536, 200000])
-@pytest.mark.parametrize("operands", ["keys", "causal", "bias", "keys and bias"])
+@in_turn(
+    op=OPS,
+    dtype=["bfloat16", "float32"],
+    columns=[8, 40, 512, 520, 4096, 8192, 65536, 200000],
+    operands=["keys", "causal", "bias", "keys and bias"],
+)
 def test_masks_and_biases_of_attention(op, dtype, columns, operands):
     """Rows of every tier, whole vectors of which meet those of a mask or bias that others share."""
     queries = 3 if columns < 10000 else 1

@@ -711,6 +711,18 @@ def cond(f, args, w):
     return jax.grad(chosen, _all(args))(*args)
 
 
+# What does not look at the options of an operation: loops, branches and what is computed again. Of derivatives in all
+# arguments, hessian has both kinds, and tests/test_transformations.py has third ones as differences.
+WITHOUT_OPTIONS = {
+    "cond",
+    "remat",
+    "remat_second_order",
+    "linear_transpose_twice",
+    "vmap_of_hessian",
+}
+WITHOUT_OPTIONS |= {"jacfwd", "jacrev", "grad_of_grad_of_grad"}
+
+
 def transformations(op: Op, dtype: str) -> tuple[str, ...]:
     """Names of those that are applied to an operation in a dtype.
 
@@ -719,8 +731,10 @@ def transformations(op: Op, dtype: str) -> tuple[str, ...]:
     has the rules of the one without options, which has all transformations in both: here one of the two is enough.
     """
     told_apart = [d for d in ("bfloat16", "float32") if d in op.dtypes]
-    if dtype in (told_apart if op.name in jaxnorm.__all__ else told_apart[:1]):
+    if op.name in jaxnorm.__all__ and dtype in told_apart:
         return tuple(TRANSFORMATIONS)
+    if dtype in told_apart[:1]:
+        return tuple(n for n in TRANSFORMATIONS if n not in WITHOUT_OPTIONS)
     return ("eager", "grad", "jvp", "vmap", "vmap_of_grad", "grad_of_grad")
 
 

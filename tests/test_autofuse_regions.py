@@ -258,6 +258,28 @@ def test_bias_gradient():
     assert program.bytes_before > program.bytes
 
 
+def test_gelu_forward():
+    """XLA takes longer for GELU of 16-bit elements than for its bytes, but may fuse it with the product before it."""
+
+    def loss(p, x):
+        return squares(jax.nn.gelu(x @ p["w"] + p["b"]) @ p["v"])
+
+    def programs(function, dtype):
+        shapes = {"w": (WIDTH, 2 * WIDTH), "b": (2 * WIDTH,), "v": (2 * WIDTH, WIDTH)}
+        parameters = {name: of(*shape, dtype=dtype) for name, shape in shapes.items()}
+        return kernels(function, parameters, of(ROWS, WIDTH, dtype=dtype))
+
+    forward, backward = programs(jax.value_and_grad(loss), BF16)
+    hidden, bias = (of(*shape, dtype=BF16) for shape in ((ROWS, 2 * WIDTH), (2 * WIDTH,)))
+    assert forward.bytes == forward.bytes_before == nbytes(hidden, hidden, bias)
+    assert forward.replaced == "always"
+    assert forward.reason == "XLA's code takes longer than its bytes"
+    assert backward.bytes_before > backward.bytes
+    assert backward.reason == ""
+    assert len(programs(jax.value_and_grad(loss), jnp.float32)) == 1
+    assert programs(loss, BF16) == []
+
+
 # ---- near misses and limits ----
 
 

@@ -33,6 +33,8 @@ _LEFT = {
 }  # fmt: skip
 # Calls that are row programs already, or that keep statistics over rows.
 _OPAQUE = ("jaxnorm_row_", "jaxnorm_batch_norm")
+# Functions of so many instructions that XLA's code for 16-bit elements takes longer than its bytes.
+_LONG = {"erf", "erfc", "tanh"}
 # What cuts, joins or reverses rows.
 CUTS = {"concatenate", "pad", "rev", "slice", "split"}
 
@@ -158,6 +160,7 @@ class Equation:
       reductions: those of them that reduce.
       joins: whether it joins a few pieces of rows. XLA writes what costs something to compute before it joins it.
       draws: whether it draws random bits, of which a mask is made that backward needs, too.
+      is_long: whether it has a function that takes XLA longer than to read and write 16-bit elements.
       depth: how many reductions along rows follow one another.
     """
 
@@ -173,6 +176,7 @@ class Equation:
         self.reductions = []
         self.joins = len(self.operations) == 1 and _joins(self.operations[0])
         self.draws = "random_bits" in self.names
+        self.is_long = not self.names.isdisjoint(_LONG)
         self.depth = 0
         level: dict = {}
         for e in self.operations:

@@ -1,6 +1,7 @@
 """The program with its regions as row programs."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,6 +39,12 @@ class Grown:
                 self.bodies.append((equation.node.eqn, inner))
                 if inner.changes:
                     self._inner.setdefault(id(equation.node), {})[place] = inner
+
+    @property
+    def plain(self) -> Iterator:
+        """The equations that no region has, but those of numbers of the program."""
+        equations = (self.finder.graph.equations[i] for i in self.finder.plain)
+        return (e.node.eqn for e in equations if e.reads)
 
     @property
     def changes(self) -> bool:

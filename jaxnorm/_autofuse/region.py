@@ -32,6 +32,7 @@ class Region:
       program: the closed jaxpr from inputs to results.
       bytes: that it reads and writes.
       before: bytes that XLA moves for the same.
+      is_long: whether XLA's code takes longer than its bytes.
       ends: equations that ended it.
     """
 
@@ -45,6 +46,7 @@ class Region:
     program: Any = None
     bytes: int = 0
     before: int = 0
+    is_long: bool = False
     ends: tuple[int, ...] = ()
 
     @property
@@ -54,7 +56,7 @@ class Region:
     @property
     def gains(self) -> bool:
         """Whether it is worth its kernel where nothing is differentiated."""
-        return self.before >= LEAST_GAIN * self.bytes
+        return self.is_long or self.before >= LEAST_GAIN * self.bytes
 
 
 # ---- programs ----

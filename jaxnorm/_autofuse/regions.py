@@ -79,6 +79,7 @@ class Finder:
                 yield from ((i, r) for r in equation.reductions[:1] if r.along_row == along_row)
         yield from ((i, e.rows) for i, e in known if e.joins)
         yield from ((i, e.rows) for i, e in known if e.draws)
+        yield from ((i, e.rows) for i, e in known if e.is_long)
 
     def _start(self, seed: int, reduction: Reduction) -> None:
         if reduction.columns < LEAST_COLUMNS or reduction.rows < 2:
@@ -358,7 +359,9 @@ class Finder:
                 reason = self._refusal(region)
             region.bytes = self._moved(region, bits_at_best)
             region.before = self._bytes_of_xla(region)
-            if not reason and region.before == region.bytes and not self._keeps_less(region):
+            region.is_long = self._is_long(region, found)
+            as_little = region.before == region.bytes and not self._keeps_less(region)
+            if not reason and as_little and not region.is_long:
                 reason = "XLA reads as little"
             if not reason and region.bytes < LEAST_BYTES:
                 reason = f"it moves {region.bytes:,} bytes; its kernel would take longer to launch"
@@ -465,6 +468,23 @@ class Finder:
         """Whether the derivative of a region may keep or read less than that of its equations."""
         equations = (self.graph.equations[i] for i in region.nodes)
         return any(e.depth or e.draws for e in equations)
+
+    def _is_long(self, region: Region, regions: list[Region]) -> bool:
+        """Whether XLA's code takes longer than its bytes: at most two 16-bit arrays, and a long function of them.
+
+        XLA may fuse such code with the product that makes its operand, if no other code reads the operand.
+        """
+        graph = self.graph
+        inputs = {v for v in region.inputs if self._is_whole(v, region)}
+        results = {v for v in region.results if self._is_whole(v, region)}
+        moved = sum(map(self._nbytes, (*inputs, *results)))
+        others = {v for r in regions if r is not region for v in r.inputs}
+        shared = not inputs.isdisjoint(others) or any(
+            u not in region.nodes for v in inputs for u in graph.users[v]
+        )
+        long = any(graph.equations[i].is_long for i in region.nodes)
+        few = moved <= 4 * region.rows * region.columns
+        return long and shared and few and region.before == region.bytes
 
     def _nbytes(self, value) -> int:
         return nbytes(self.graph.aval(value))

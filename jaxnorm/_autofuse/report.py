@@ -80,7 +80,7 @@ class RowProgram:
       bytes: that the kernel reads and writes.
       bytes_before: that XLA's fusions move for the same, at least.
       replaced: "always", "where it is differentiated", or "no".
-      reason: why it is left, or "".
+      reason: why it is left, or what it gains if XLA moves as few bytes; "" otherwise.
       stops: equations that ended it, with their lines.
       place: the loops, branches and the like that it is in, the outer one first.
     """
@@ -104,7 +104,8 @@ class RowProgram:
             return "\n".join((head, *lines, f"  left: {self.reason}"))
         moves = f"  becomes {self.kernel}, which moves {_bytes(self.bytes)} instead of {_bytes(self.bytes_before)}"
         ends = [f"  ends at {stop}" for stop in self.stops]
-        return "\n".join((head, *lines, moves, f"  used {self.replaced}", *ends))
+        used = f"  used {self.replaced}{f'; {self.reason}' if self.reason else ''}"
+        return "\n".join((head, *lines, moves, used, *ends))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +164,7 @@ def _row_programs(grown: Grown, place: tuple[str, ...]) -> Iterator[RowProgram]:
             continue
         lines = (_without_column(source_line(equations[i].node.eqn)) for i in item.nodes)
         verdict = costs.ALWAYS if item.gains else costs.DIFFERENTIATED
+        longer = "XLA's code takes longer than its bytes" if item.is_long else ""
         yield RowProgram(
             None if text else kernel_name(primitive.row_program_p.name.removeprefix(TARGET_PREFIX)),
             item.rows,
@@ -171,7 +173,7 @@ def _row_programs(grown: Grown, place: tuple[str, ...]) -> Iterator[RowProgram]:
             item.bytes,
             item.before,
             "no" if text else verdict,
-            text,
+            text or longer,
             finder.stops(item),
             place,
         )

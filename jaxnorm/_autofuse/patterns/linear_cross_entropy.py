@@ -5,6 +5,7 @@ added to them, and the dimensions of tokens may be reshaped into one another bet
 losses may be multiplied by factors, or masked, before they are summed: these are the operation's weights.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Iterator
@@ -416,14 +417,25 @@ def _linear_cross_entropy(
 
 
 def has_large_logits(closed) -> bool:
-    """Whether a program takes maxima, as each softmax does, of as many numbers as a large product has."""
-    products: set[int] = set()
+    """Whether a program takes maxima, as each softmax does, of as many numbers as a large product has.
+
+    What another product reads is no operand of a loss alone, but of backward code or of attention.
+    """
+    products: list = []
     maxima: set[int] = set()
     _look(open_jaxpr(closed)[0], products, maxima)
-    return not products.isdisjoint(maxima)
+    read = collections.Counter(v.aval.shape for eqn in products for v in eqn.invars)
+    for eqn in products:
+        aval = eqn.outvars[0].aval
+        size = _size(aval)
+        alone = read[aval.shape] == [v.aval.shape for v in eqn.invars].count(aval.shape)
+        if alone and size in maxima and size * aval.dtype.itemsize >= MIN_BYTES:
+            return True
+    return False
 
 
-def _look(jaxpr, products: set[int], maxima: set[int]) -> None:
+def _look(jaxpr, products: list, maxima: set[int]) -> None:
+    """Adds the products of a program, and of how many numbers it takes maxima."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if body := CALLS.get(name):
@@ -431,10 +443,7 @@ def _look(jaxpr, products: set[int], maxima: set[int]) -> None:
         for _, body in bodies_of(eqn):
             _look(open_jaxpr(body)[0], products, maxima)
         if name == "dot_general":
-            aval = eqn.outvars[0].aval
-            size = _size(aval)
-            if size * aval.dtype.itemsize >= MIN_BYTES:
-                products.add(size)
+            products.append(eqn)
         elif name == "reduce_max":
             maxima.add(_size(eqn.invars[0].aval))
 

@@ -252,7 +252,8 @@ def test_norm_one_gradient(shape, argnums):
         elif shape[1] > 2048:
             np.testing.assert_array_equal(got, everything[i])
         else:
-            tolerance = 8 * float(jnp.finfo("float32").eps)
+            # Hundreds of blocks' sums, each of the size of the root of the rows, are rounded as they are added up.
+            tolerance = 32 * float(jnp.finfo("float32").eps)
             atol = tolerance * shape[0] ** 0.5
             np.testing.assert_allclose(got, everything[i], rtol=tolerance, atol=atol)
 

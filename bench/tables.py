@@ -226,16 +226,18 @@ def _losses() -> Rows:
     for op in REPORTED:
         records = _read(op)
         for peer, direction in ((p, d) for p in _peers(records, op) for d in DEFAULT_DIRECTIONS):
-            of = {
+            timed = {
                 case: r
                 for (_, case, d, name), r in records.items()
                 if (d, name) == (direction, peer) and not r["error"]
             }
-            lost = {case: r for case, r in of.items() if r["ratio"] * (1 + r["ratio_spread"]) < 1}
+            lost = {
+                case: r for case, r in timed.items() if r["ratio"] * (1 + r["ratio_spread"]) < 1
+            }
             if not lost:
                 continue
-            which = f"{len(lost)} of {len(of)} cases"
-            if len(lost) <= 3 and len(lost) < len(of):
+            which = f"{len(lost)} of {len(timed)} cases"
+            if len(lost) <= 3 and len(lost) < len(timed):
                 which = "; ".join(case.replace(" bfloat16", "") for case in lost)
             ratios = sorted(round(r["ratio"], 2) for r in lost.values())
             low, high = f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"

@@ -63,8 +63,8 @@ class TrainCase:
     def prepare(self, implementation: str) -> tuple:
         """(model, batch, step, state), the last two as `_training.training_step` makes them."""
         automatic = implementation == "autofuse"
-        of = self.implementations[0] if automatic else implementation
-        model, batch, optimizer = _PREPARE[self.name](self, of)
+        form = self.implementations[0] if automatic else implementation
+        model, batch, optimizer = _PREPARE[self.name](self, form)
         if automatic and self.name == "resnet":  # batch norm is found in forward code
             model = model._replace(loss_of=jaxnorm.autofuse(model.loss_of))
             automatic = False

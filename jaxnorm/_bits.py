@@ -24,8 +24,9 @@ def select(bits, t):
     return jnp.where(keep.astype(bool), t, jnp.zeros((), t.dtype))
 
 
-def shape(of) -> tuple:
-    return (*of[:-1], -(-of[-1] // 8))
+def shape(full) -> tuple:
+    """The shape of the bits of an array of the shape `full`."""
+    return (*full[:-1], -(-full[-1] // 8))
 
 
 def aval(x):
@@ -42,12 +43,12 @@ def entry(spec_entry, columns, shards):
     return spec_entry if columns % (8 * shards) == 0 else None
 
 
-def factors(devices, of):
+def factors(devices, full):
     """(dimensions of x, dimensions of its bits, factor sizes) for a sharding rule: a byte of them is eight columns.
 
     The two are tied where every way to cut the columns leaves whole bytes; else cutting x says nothing about the bits.
     """
-    lead, columns = tuple(f"d{i}" for i in range(len(of) - 1)), of[-1]
+    lead, columns = tuple(f"d{i}" for i in range(len(full) - 1)), full[-1]
     if columns % (8 * devices):
         return (*lead, "c"), (*lead, "m"), {}
     return (*lead, CompoundFactor("m", "b")), (*lead, "m"), {"b": 8}
@@ -62,10 +63,10 @@ def cuts_bytes(blocks: Blocks) -> bool:
     return blocks.count(last) > 1 and blocks.size(last) % 8 != 0
 
 
-def tiles(blocks: Blocks, of):
-    """How the bits of an array that broadcasts to the whole are cut."""
+def tiles(blocks: Blocks, full):
+    """How the bits of an array of the shape `full`, which broadcasts to the whole, are cut."""
     *lead, last = range(len(blocks.shape))
-    alike = [i for i in lead if of[i] == blocks.shape[i]]
+    alike = [i for i in lead if full[i] == blocks.shape[i]]
     return blocks.tiles_along(alike if cuts_bytes(blocks) else [*alike, last])
 
 

@@ -45,14 +45,14 @@ def alike(op: str, name: str, value, x: jax.Array) -> jax.Array:
             f"{op}: {name} must have x's dtype {x.dtype}, got {value.dtype}. Cast one of them, for example "
             f"{name}.astype(x.dtype)."
         )
-    shape(op, name, value.shape, x.shape, of="x")
+    shape(op, name, value.shape, x.shape, owner="x")
     return value
 
 
-def shape(op: str, name: str, got, expected, of: str = "x's normalised axes") -> None:
+def shape(op: str, name: str, got, expected, owner: str = "x's normalised axes") -> None:
     if tuple(got) != tuple(expected):
         raise ValueError(
-            f"{op}: {name} must have the shape {tuple(expected)} of {of}, got {tuple(got)}. "
+            f"{op}: {name} must have the shape {tuple(expected)} of {owner}, got {tuple(got)}. "
             f"Reshape or broadcast it; use jax.vmap for a {name} per example."
         )
 

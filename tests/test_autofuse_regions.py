@@ -569,6 +569,30 @@ def test_batch_norm_comes_before_regions():
     assert_same(network, A, S, B)
 
 
+@pytest.mark.parametrize(
+    ("rest", "operation"),
+    [
+        (jax.nn.relu, "relu"),
+        (lambda y: jax.nn.relu(y + 1), "relu"),
+        (lambda y: jax.lax.scan(lambda c, _: (jax.nn.relu(c), None), y, length=2)[0], "relu"),
+        (lambda y: y * 2, None),
+    ],
+)
+def test_operations_beside_regions_run(rest, operation):
+    """What explain says is replaced is in the program, though explain looks for more."""
+
+    def function(x, w, scale, bias):
+        return rest(layer_norm(x @ w, scale, bias) @ w)
+
+    fused = jaxnorm.autofuse(function, platform="gpu")
+    args = X, SQUARE, SCALE, BIAS
+    report = fused.explain(*args)
+    assert [p.kernel for p in report.row_programs if p.kernel] == [PROGRAM]
+    found = {n for n in primitives(fused, *args) if "row_program" not in n}
+    assert [c.operation for c in report.replaced] == [operation] * (operation is not None)
+    assert bool(found) == bool(report.replaced)
+
+
 def test_statistics_of_batches_are_seen_quickly():
     def adam(x, scale, bias):
         gradient = jax.grad(lambda b: layer_norm(x, scale, b).sum())(bias)

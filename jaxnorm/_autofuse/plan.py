@@ -31,7 +31,7 @@ from jaxnorm._primitive.programs import open_jaxpr, run_equation, source_line
 _CHECKED = 2
 # What finds operations, and their names. The last operation comes first: a cross-entropy contains a softmax, and a
 # linear cross-entropy contains a cross-entropy.
-_FINDERS = {linear_cross_entropy.candidates: ["linear_cross_entropy"]}
+_FINDERS: dict[Callable, list[str]] = {linear_cross_entropy.candidates: ["linear_cross_entropy"]}
 for _name, _operation in reversed(OPERATIONS.items()):
     _FINDERS.setdefault(_operation.find, []).append(_name)
 _FINDERS[relu.candidates] += ["batch_norm", "batch_norm_inference"]  # with their activation

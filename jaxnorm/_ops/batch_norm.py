@@ -260,7 +260,7 @@ def _arguments(op, x, scale, bias, axis, epsilon, residual, activation, implemen
 def _feature_array(op, name, value, x, axes):
     """`value` in the arithmetic's dtype, with size 1 in the reduced dimensions."""
     value = _check.float_array(op, name, value)
-    _check.shape(op, name, value.shape, tuple(x.shape[a] for a in axes), of="x's feature axes")
+    _check.shape(op, name, value.shape, tuple(x.shape[a] for a in axes), owner="x's feature axes")
     value = value.astype(acc_dtype(x.dtype))
     return jnp.expand_dims(value, [i for i in range(x.ndim) if i not in axes])
 

@@ -371,18 +371,18 @@ def merge_statistics(local, psum, position, size):
     values = jnp.stack([local[n] for n in local])
     slots = jnp.zeros((size, *values.shape), values.dtype)
     slots = psum(jax.lax.dynamic_update_index_in_dim(slots, values, position, 0))
-    of = {n: slots[:, i] for i, n in enumerate(local)}
-    counts = of.get("count")
+    of_devices = {n: slots[:, i] for i, n in enumerate(local)}
+    counts = of_devices.get("count")
     if counts is None:
         counts = jnp.ones((size, *(1,) * (slots.ndim - 2)), slots.dtype)
     counted = counts > 0
     total = jnp.sum(counts, 0)
     # Distances from one of the means, so that equal means stay what they are.
-    centre = jnp.max(jnp.where(counted, of["mean"], -np.inf), 0)
-    distance = jnp.where(counted, of["mean"] - centre, 0)
+    centre = jnp.max(jnp.where(counted, of_devices["mean"], -np.inf), 0)
+    distance = jnp.where(counted, of_devices["mean"] - centre, 0)
     weight = counts / total
     shift = jnp.sum(weight * distance, 0)
-    spread = jnp.where(counted, of["var"] + jnp.square(distance - shift), 0)
+    spread = jnp.where(counted, of_devices["var"] + jnp.square(distance - shift), 0)
     merged = {"mean": centre + shift, "var": jnp.sum(weight * spread, 0), "count": total}
     return {n: merged[n] for n in local}
 
@@ -663,12 +663,12 @@ def _linear_jvp(primitive, reference, primals, tangents, *, names, results, **pa
     moving = [n for n in dots if n in _FIXED]
     if moving:
 
-        def of(*values):
+        def with_moving(*values):
             now = given | by_name(moving, values)
             return reference(*(now[n] for n in names), names=names, results=results, **params)
 
         primals, tangents = [given[n] for n in moving], [dots[n] for n in moving]
-        nonlinear = jax.jvp(of, primals, tangents)[1]
+        nonlinear = jax.jvp(with_moving, primals, tangents)[1]
     return out, total_tangents(out, [linear.get(r) for r in results], nonlinear)
 
 

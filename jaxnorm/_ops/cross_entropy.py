@@ -397,13 +397,13 @@ def _derive(formula, primals, tangents, params):
     if not moving:
         return None
 
-    def of(*values):
+    def with_moving(*values):
         operands = list(primals)
         for i, value in zip(moving, values, strict=True):
             operands[i] = value
         return formula(*operands, **params)
 
-    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    return jax.jvp(with_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
 def _jvp_jvp(primals, tangents, **params):

@@ -153,7 +153,7 @@ def _operands(x, w, labels, bias, where, w_axis) -> tuple[dict, int]:
     classes = w.shape[class_axis]
     if bias is not None:
         bias = _check.float_array(_OP, "bias", bias)
-        _check.shape(_OP, "bias", bias.shape, (classes,), of="w's classes")
+        _check.shape(_OP, "bias", bias.shape, (classes,), owner="w's classes")
         given["bias"] = bias
     if where is not None:
         where = _check.bool_array(_OP, "where", where)
@@ -176,7 +176,7 @@ def _weights(weights, tokens, dtype) -> jax.Array:
         raise TypeError(
             f"{_OP}: weights must be floats or booleans, got {weights.dtype}. Use weights.astype(jnp.float32)."
         )
-    _check.shape(_OP, "weights", weights.shape, tokens, of="labels")
+    _check.shape(_OP, "weights", weights.shape, tokens, owner="labels")
     return weights.astype(dtype)
 
 

@@ -491,7 +491,7 @@ def _derive(formula, names, primals, tangents, params):
     if not moving:
         return None
 
-    def of(*values):
+    def with_moving(*values):
         now = given | dict(zip(moving, values, strict=True))
         _, mean, rstd = _statistics(
             now["x"].astype(acc_dtype(now["x"].dtype)),
@@ -503,7 +503,7 @@ def _derive(formula, names, primals, tangents, params):
         now |= {"rstd": rstd} if mean is None else {"mean": mean, "rstd": rstd}
         return formula(*(now[n] for n in names), names=names, **params)
 
-    return jax.jvp(of, [given[n] for n in moving], [dots[n] for n in moving])[1]
+    return jax.jvp(with_moving, [given[n] for n in moving], [dots[n] for n in moving])[1]
 
 
 def _jvp_jvp(primals, tangents, *, names, results, **params):

@@ -148,7 +148,8 @@ def _shared(closed) -> Shared:
     if len(lengths) != 1 or any(whole_rows):
         lengths = {1}
         dims = {
-            v: tuple(tuple(a for a in axes if a != column) for axes in of) for v, of in dims.items()
+            v: tuple(tuple(a for a in axes if a != column) for axes in places)
+            for v, places in dims.items()
         }
     return Shared(
         program.inputs,

@@ -479,7 +479,7 @@ def _packable(flat: Flat, results, sinks) -> set[int]:
         return set()
     ends = [r for r in results if not isinstance(r, Literal)]
     try:
-        program, of = flat.equations_of([*booleans, *ends], results)
+        program, numbers = flat.equations_of([*booleans, *ends], results)
         view = View(program)
     except NotARowProgram:
         return set()
@@ -488,7 +488,7 @@ def _packable(flat: Flat, results, sinks) -> set[int]:
     found = set()
     for value in booleans:
         try:
-            dims, layout = view.kinds(of[value]), view.stored(of[value])
+            dims, layout = view.kinds(numbers[value]), view.stored(numbers[value])
         except NotARowProgram:
             continue
         if dims[-1] == ["column"] and set(layout.rows) == set(range(len(view.row_sizes))):

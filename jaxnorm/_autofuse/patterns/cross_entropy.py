@@ -213,10 +213,10 @@ def _spread(terms: list[Term], x: int) -> list[Term]:
             continue
         ((ref, _),) = term.powers
         axis = dict(ref.node.params)["axis"]
-        of = ref.node.args[0].node
+        source = ref.node.args[0].node
         rows = iter(ref.dims)
-        place = tuple(None if d == axis else next(rows) for d in identity(of))
-        out += [t.times(Term(term.coefficient, ())) for t in expand(Ref(of, place), x)]
+        place = tuple(None if d == axis else next(rows) for d in identity(source))
+        out += [t.times(Term(term.coefficient, ())) for t in expand(Ref(source, place), x)]
     return collect(out)
 
 

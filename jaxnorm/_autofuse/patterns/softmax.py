@@ -121,12 +121,12 @@ def _softmax(output, numerator: Ref, exponential: Ref, total: Ref, masks, log) -
     for x, options, others in fronts:
         place = {d: i for i, d in enumerate(x.dims)}
 
-        def of(ref: Ref, place=place):
+        def as_operand(ref: Ref, place=place):
             return Operand.of(Ref(ref.node, compose(_mapping(place), ref.dims)))
 
-        operands = {name: of(ref) for name, ref in others.items()}
+        operands = {name: as_operand(ref) for name, ref in others.items()}
         if where is not None:
-            operands["where"] = of(where)
+            operands["where"] = as_operand(where)
         axes_of_x = tuple(sorted(place[d] for d in summed_over))
         operation = "log_softmax" if log else "softmax"
         yield Match(operation, output, x, operands, axes_of_x, options, core)

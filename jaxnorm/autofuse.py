@@ -43,25 +43,20 @@ class Autofused:
     def explain(self, *args, **kwargs) -> Report:
         """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""
         closed, _, _ = _trace(self._fn, args, kwargs)
-        return report(self._steps(closed, with_reasons=True))
+        return report(self._steps(closed))
 
-    def _steps(self, closed, with_reasons: bool = False) -> list[Rewritten | Grown]:
-        """What changes a program, step by step; the last one is the program that runs.
-
-        `with_reasons` is whether operations are looked for also where a quick look tells that none can be replaced.
-        """
+    def _steps(self, closed) -> list[Rewritten | Grown]:
+        """What changes a program, step by step; the last one is the program that runs."""
         if not self._grows():
             return [Rewritten(closed)]
         steps: list[Rewritten | Grown] = []
-        wanted = {
-            name for name, may_have in _BEFORE_REGIONS.items() if with_reasons or may_have(closed)
-        }
+        wanted = {name for name, may_have in _BEFORE_REGIONS.items() if may_have(closed)}
         if wanted:
             steps.append(Rewritten(closed, wanted.__contains__))
             closed = steps[-1].traced()
         grown = Grown(closed)
         steps.append(grown)
-        if with_reasons or may_find(grown.plain):
+        if may_find(grown.plain):
             steps.append(Rewritten(grown.traced(), lambda name: name not in _BEFORE_REGIONS))
         return steps
 

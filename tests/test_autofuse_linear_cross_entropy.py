@@ -415,11 +415,10 @@ NEAR_MISSES = {
 def test_near_misses(name, target):
     function, reason = NEAR_MISSES[name]
     found = reasons(function, X, W, LABELS, platform=target)
-    if reason:
+    # On a GPU a quick look tells backward code from losses.
+    if reason and (target == "cpu" or name != "gradient in the function"):
         assert any(reason in r for r in found), found
-    if (
-        target == "cpu"
-    ):  # what is computed here, where the other platform's reason is all that there is to see
+    if target == "cpu":  # the values are the same on both
         assert_same(function, X, W, LABELS)
 
 
@@ -466,16 +465,15 @@ def test_float64_loss_of_float32_product(target):
 
 
 def test_small_logits(monkeypatch):
-    """They are left; on a GPU a quick look tells that."""
+    """They are left; on a GPU nothing is looked for then."""
     function, w, call = FORMS["mean"]
     monkeypatch.setattr(pattern, "MIN_BYTES", 4 * 4 * 6 * 32)
     for target in PLATFORMS:
         assert calls(function, X, w, LABELS, platform=target) == [call]
     monkeypatch.setattr(pattern, "MIN_BYTES", 4 * 4 * 6 * 32 + 1)
-    for target in PLATFORMS:
-        (reason,) = reasons(function, X, w, LABELS, platform=target)
-        assert reason.startswith("the logits have 0.00293 MiB")
-    assert not pattern.has_large_logits(jax.make_jaxpr(function)(X, w, LABELS))
+    (reason,) = reasons(function, X, w, LABELS)
+    assert reason.startswith("the logits have 0.00293 MiB")
+    assert not reasons(function, X, w, LABELS, platform="gpu")
 
 
 def test_large_logits_are_seen_in_any_body():

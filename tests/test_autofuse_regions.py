@@ -579,7 +579,7 @@ def test_batch_norm_comes_before_regions():
     ],
 )
 def test_operations_beside_regions_run(rest, operation):
-    """What explain says is replaced is in the program, though explain looks for more."""
+    """What explain says is replaced is in the program."""
 
     def function(x, w, scale, bias):
         return rest(layer_norm(x @ w, scale, bias) @ w)

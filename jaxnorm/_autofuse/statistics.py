@@ -20,9 +20,13 @@ def has_batch_statistics(closed) -> bool:
 def _look(jaxpr, from_sums) -> tuple[bool, list[bool]]:
     """(whether there is such a root, which results are from sums alone), for operands that are or are not."""
     sums = {v for v, is_sum in zip(jaxpr.invars, from_sums, strict=False) if is_sum}
+    numbers = (
+        set()
+    )  # arrays of numbers of the program, such as the NaN that `jnp.var` has for no elements
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        arrays = [v for v in eqn.invars if not isinstance(v, Literal) and v.aval.shape]
+        operands = (v for v in eqn.invars if not isinstance(v, Literal) and v.aval.shape)
+        arrays = [v for v in operands if v not in numbers]
         if body := CALLS.get(name):
             inner = open_jaxpr(eqn.params[body])[0]
             found, results = _look(inner, [v in arrays and v in sums for v in eqn.invars])
@@ -32,7 +36,10 @@ def _look(jaxpr, from_sums) -> tuple[bool, list[bool]]:
             continue
         if any(_look(open_jaxpr(b)[0], ())[0] for _, b in bodies_of(eqn)):
             return True, []
-        alone = bool(arrays) and sums.issuperset(arrays)
+        if not arrays:
+            numbers.update(eqn.outvars)
+            continue
+        alone = sums.issuperset(arrays)
         if alone and name in _ROOTS:
             return True, []
         if alone or _sums_over_rows(eqn):

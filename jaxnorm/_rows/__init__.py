@@ -4,7 +4,7 @@ equations   a jaxpr without calls and dead code
 view        which dimension is the row's columns, which ones number the rows
 graph       nodes: one number per element, per row, per column or at all
 rules       what each operation of jax.lax is in the graph
-algebra     the same results with fewer reductions and instructions
+algebra     the same results with fewer reductions and instructions; draws compares random bits instead of numbers
 schedule    which threads do what, as data
 emit        the CUDA text, over machine.cuh, exchange.cuh and functions.cuh. emit_kernel, emit_strided and
             emit_grid are kinds of kernels; emit_memory, emit_reductions and emit_sums their parts

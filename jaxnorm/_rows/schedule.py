@@ -35,8 +35,10 @@ PARTS_FILL = 0.68
 SLOT_ELEMENTS = 40
 # Bytes that the stages of a multiprocessor's blocks have where rows are summed up: more are not faster.
 STAGED_BYTES = 64 * 1024
-# Columns of rows that a warp has to itself where rows are summed up, and of programs with more than two such sums.
-WARP_COLUMNS = 40 * 32, 32 * 32
+# Where rows are summed up, a warp has rows of so many columns to itself: 40 elements a thread, or 32 with more than two
+# sums, which registers hold for each column.
+WARP_COLUMNS = 40 * 32
+WARP_COLUMNS_OF_MANY_SUMS = 32 * 32
 # This many instructions for each byte from or to memory cost no time: no value is kept from phase to phase.
 FREE_INSTRUCTIONS = 8
 
@@ -442,7 +444,8 @@ class _Scheduler:
         few = 16 if self.sums or self.columns else 32
         in_warp = 32 * few
         if source == "ring" and self.sums and not self._grouped and not shifted:
-            in_warp = WARP_COLUMNS[len(self.phases.row_sums) > 2]
+            many = len(self.phases.row_sums) > 2
+            in_warp = WARP_COLUMNS_OF_MANY_SUMS if many else WARP_COLUMNS
         if part * elements <= in_warp:
             lanes = min(32, _power_of_2(part))
             while lanes > 8 and -(-part // (lanes // 2)) * elements <= few and lanes * vector >= 64:
@@ -538,6 +541,7 @@ class _Scheduler:
             return max(1, -(-256 // threads))
         several = len(self.phases.row_sums) > 1
         if lanes <= 32:
+            # One sum leaves registers for warps that work on two rows, and then one block is enough.
             two_rows = not several and 24 <= elements <= 32 and len(self.wholes) <= 2
             return 1 if two_rows else max(1, round(256 / threads))
         if several:

@@ -45,6 +45,11 @@ def in_turn(**values):
     return pytest.mark.parametrize(tuple(values), combinations)
 
 
+def schedules_in_turn(place: int, schedules) -> list[str]:
+    """The chosen schedule, and every second one of the others. A case at the next place has the rest."""
+    return [s for turn, s in enumerate(schedules) if s == "chosen" or (place + turn) % 2]
+
+
 def values_and_vjps(*functions):
     """Jitted (args, ct) -> [(result, cotangents of args) of each function]: one program, which compiles faster."""
 
@@ -719,8 +724,10 @@ WITHOUT_OPTIONS = {
     "remat_second_order",
     "linear_transpose_twice",
     "vmap_of_hessian",
+    "jacfwd",
+    "jacrev",
+    "grad_of_grad_of_grad",
 }
-WITHOUT_OPTIONS |= {"jacfwd", "jacrev", "grad_of_grad_of_grad"}
 
 
 def transformations(op: Op, dtype: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_emulator
+from suite import schedules_in_turn
 
 from bench import row_programs
 from jaxnorm._rows.call import row_call, simplified
@@ -99,9 +100,7 @@ def turns():
     """
     for name, direction in CASES:
         place = [*CASES_BY_NAME].index(name) + (direction == "vjp")
-        for turn, schedule_name in enumerate(SCHEDULES):
-            if schedule_name == "chosen" or (place + turn) % 2:
-                yield name, direction, schedule_name
+        yield from ((name, direction, s) for s in schedules_in_turn(place, SCHEDULES))
 
 
 @pytest.mark.parametrize(("name", "direction", "schedule_name"), [*turns()])

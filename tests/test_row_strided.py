@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_emulator
+from suite import schedules_in_turn
 from test_row_kernels import TOLERANCE, emulated, error, wide
 
 import jaxnorm
@@ -177,9 +178,10 @@ EVERY_SCHEDULE = ("layer_norm gradient", "adaptive gradient", "positions", "stat
 def turns():
     """A program has the chosen schedule and half of those that are asked for, its neighbours have the other half."""
     for number, name in enumerate(PROGRAMS):
-        for turn, schedule_name in enumerate(SCHEDULES):
-            if name in EVERY_SCHEDULE or schedule_name == "chosen" or (number + turn) % 2:
-                yield name, schedule_name
+        every = name in EVERY_SCHEDULE
+        yield from (
+            (name, s) for s in (SCHEDULES if every else schedules_in_turn(number, SCHEDULES))
+        )
 
 
 @emulator

@@ -17,40 +17,40 @@ from jax.extend.core.primitives import convert_element_type_p
 from jaxnorm import _check
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.algebra import Mismatch
-from jaxnorm._autofuse.bodies import bodies_of
 from jaxnorm._autofuse.match import Left, Match
 from jaxnorm._autofuse.order import in_order
 from jaxnorm._autofuse.patterns import linear_cross_entropy, relu
-from jaxnorm._autofuse.program import CALLS, Equation, Level, Program, Value
+from jaxnorm._autofuse.program import Equation, Level, Program, Value, every_equation
 from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconverted, unwidened
 from jaxnorm._ops import OPERATIONS
 from jaxnorm._primitive.avals import varying_axes
-from jaxnorm._primitive.programs import open_jaxpr, run_equation, source_line
+from jaxnorm._primitive.programs import run_equation, source_line
 
 # What was checked and failed says more than what did not look right.
 _CHECKED = 2
-# What finds operations, and their names. The last operation comes first: a cross-entropy contains a softmax, and a
-# linear cross-entropy contains a cross-entropy.
-_FINDERS: dict[Callable, list[str]] = {linear_cross_entropy.candidates: ["linear_cross_entropy"]}
-for _name, _operation in reversed(OPERATIONS.items()):
-    _FINDERS.setdefault(_operation.find, []).append(_name)
-_FINDERS[relu.candidates] += ["batch_norm", "batch_norm_inference"]  # with their activation
 
+
+def _finders() -> dict[Callable, list[str]]:
+    """What finds operations, and their names.
+
+    The last operation comes first: a cross-entropy contains a softmax, and a linear cross-entropy contains a
+    cross-entropy.
+    """
+    found: dict[Callable, list[str]] = {linear_cross_entropy.candidates: ["linear_cross_entropy"]}
+    for name, operation in reversed(OPERATIONS.items()):
+        found.setdefault(operation.find, []).append(name)
+    found[relu.candidates] += ["batch_norm", "batch_norm_inference"]  # with their activation
+    return found
+
+
+_FINDERS = _finders()
 # Each pattern has a root, an exponential, a logarithm, a maximum, or a call with a derivative of its own.
 _MARKS = frozenset(("custom_jvp_call", "exp", "log", "max", "pow", "rsqrt", "sqrt"))
 
 
 def may_find(eqns: Iterable) -> bool:
     """A quick look whether equations, or the bodies of some, may have anything that could be replaced."""
-    return any(
-        eqn.primitive.name in _MARKS
-        or (
-            (body := CALLS.get(eqn.primitive.name))
-            and may_find(open_jaxpr(eqn.params[body])[0].eqns)
-        )
-        or any(may_find(open_jaxpr(inner)[0].eqns) for _, inner in bodies_of(eqn))
-        for eqn in eqns
-    )
+    return any(eqn.primitive.name in _MARKS for eqn in every_equation(eqns))
 
 
 @dataclasses.dataclass(eq=False)

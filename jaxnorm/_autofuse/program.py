@@ -8,6 +8,7 @@ here; their bodies are programs of their own (rewrite.py).
 """
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
+from jaxnorm._autofuse.bodies import bodies_of
 from jaxnorm._autofuse.values import (
     ELEMENTWISE,
     REDUCTIONS,
@@ -33,6 +35,16 @@ _CUSTOM_JVP = "custom_jvp_call"
 LEFT_NAME = "jaxnorm_where_differentiated"
 # The parameter with the jaxpr.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", _CUSTOM_JVP: "call_jaxpr"}
+
+
+def every_equation(eqns: Iterable) -> Iterator:
+    """Equations, and those of the programs that they call or have as bodies."""
+    for eqn in eqns:
+        yield eqn
+        if body := CALLS.get(eqn.primitive.name):
+            yield from every_equation(open_jaxpr(eqn.params[body])[0].eqns)
+        for _, inner in bodies_of(eqn):
+            yield from every_equation(open_jaxpr(inner)[0].eqns)
 
 
 def is_left(eqn) -> bool:

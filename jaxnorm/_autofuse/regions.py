@@ -475,16 +475,16 @@ class Finder:
         XLA may fuse such code with the product that makes its operand, if no other code reads the operand.
         """
         graph = self.graph
+        long = any(graph.equations[i].is_long for i in region.nodes)
+        if not long or region.before != region.bytes:
+            return False
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
         results = {v for v in region.results if self._is_whole(v, region)}
-        moved = sum(map(self._nbytes, (*inputs, *results)))
-        others = {v for r in regions if r is not region for v in r.inputs}
-        shared = not inputs.isdisjoint(others) or any(
-            u not in region.nodes for v in inputs for u in graph.users[v]
+        if sum(map(self._nbytes, (*inputs, *results))) > 4 * region.rows * region.columns:
+            return False
+        return any(u not in region.nodes for v in inputs for u in graph.users[v]) or any(
+            r is not region and not inputs.isdisjoint(r.inputs) for r in regions
         )
-        long = any(graph.equations[i].is_long for i in region.nodes)
-        few = moved <= 4 * region.rows * region.columns
-        return long and shared and few and region.before == region.bytes
 
     def _nbytes(self, value) -> int:
         return nbytes(self.graph.aval(value))

@@ -20,9 +20,8 @@ def has_batch_statistics(closed) -> bool:
 def _look(jaxpr, from_sums) -> tuple[bool, list[bool]]:
     """(whether there is such a root, which results are from sums alone), for operands that are or are not."""
     sums = {v for v, is_sum in zip(jaxpr.invars, from_sums, strict=False) if is_sum}
-    numbers = (
-        set()
-    )  # arrays of numbers of the program, such as the NaN that `jnp.var` has for no elements
+    # Arrays of numbers of the program, such as the NaN that `jnp.var` has for no elements.
+    numbers = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         operands = (v for v in eqn.invars if not isinstance(v, Literal) and v.aval.shape)

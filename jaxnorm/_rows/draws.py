@@ -46,13 +46,14 @@ def compared_as_bits(graph: Graph, node: Node) -> Node | None:
         return bool(compare(value, dtype.type(limit.attr)))
 
     # The first pattern for which the comparison is another one than for 0.
-    first, end = 0, 1 << 8 * dtype.itemsize
+    of_zero, patterns = holds(0), 1 << 8 * dtype.itemsize
+    first, end = 0, patterns
     while end - first > 1:
         middle = (first + end) // 2
-        first, end = (middle, end) if holds(middle) == holds(0) else (first, middle)
-    if end == 1 << 8 * dtype.itemsize:
-        return graph.literal(holds(0), BOOL)
-    return graph.node("lt" if holds(0) else "ge", (bits, graph.literal(end, unsigned)), None, BOOL)
+        first, end = (middle, end) if holds(middle) == of_zero else (first, middle)
+    if end == patterns:
+        return graph.literal(of_zero, BOOL)
+    return graph.node("lt" if of_zero else "ge", (bits, graph.literal(end, unsigned)), None, BOOL)
 
 
 def _bits(node: Node) -> Node | None:

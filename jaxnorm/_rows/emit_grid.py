@@ -11,6 +11,7 @@ reductions, and these barriers:
   readers   all computing warps have ended the row's last phase; the stage and its other memory are then the next row's
 """
 
+import abc
 import functools
 import math
 
@@ -24,7 +25,7 @@ from jaxnorm._rows.schedule_grid import POST_WORDS, posts_of_row, sums_end_here
 from jaxnorm._rows.shared_memory import exchanged_words, grid_memory, row_loads
 
 
-class Grid(Sums, Reductions):
+class Grid(Sums, Reductions, abc.ABC):
     """The rows of a group of blocks."""
 
     def __init__(self, program: Program, plan: Plan, kernel: str):
@@ -39,14 +40,17 @@ class Grid(Sums, Reductions):
 
     # ---- of the kernel's other parts ----
 
+    @abc.abstractmethod
     def _prepare(self) -> None:
-        raise NotImplementedError
+        """Emits what all rows share."""
 
+    @abc.abstractmethod
     def _row_numbers(self) -> None:
-        raise NotImplementedError
+        """Emits the numbers and addresses of a row."""
 
+    @abc.abstractmethod
     def _phase(self, number: int) -> None:
-        raise NotImplementedError
+        """Emits a phase."""
 
     # ---- the loop over rows ----
 

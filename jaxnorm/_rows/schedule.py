@@ -204,7 +204,7 @@ class _Scheduler:
         rows = self.program.row_sizes
         arrays = [*self.wholes, *self.phases.wholes]
         # The rows of a block lie alike, so a block has every eighth row. With many groups, blocks are too few for this.
-        groups = math.prod(rows[: max((len(n.attr[0]) for n in self.phases.row_sums), default=0)])
+        groups = math.prod(rows[: self.phases.group_dims])
         few = isinstance(groups, int) and groups * 8 <= self.device.multiprocessors
         return (
             few
@@ -443,7 +443,7 @@ class _Scheduler:
         wanted = self._elements(source, cluster, vector, shifted)
         few = 16 if self.sums or self.columns else 32
         in_warp = 32 * few
-        if source == "ring" and self.sums and not self._grouped and not shifted:
+        if source == "ring" and self.sums and not self.phases.group_dims and not shifted:
             many = len(self.phases.row_sums) > 2
             in_warp = WARP_COLUMNS_OF_MANY_SUMS if many else WARP_COLUMNS
         if part * elements <= in_warp:
@@ -469,17 +469,11 @@ class _Scheduler:
         slots = min(range(fewest, max(fewest, wanted, SLOT_ELEMENTS // elements) + 1), key=cost)
         return round_up(-(-part // slots), 32)
 
-    @property
-    def _grouped(self) -> bool:
-        """Whether groups of rows have sums of their own. More blocks would write more partial sums of each."""
-        return any(n.attr[0] for n in self.phases.row_sums)
-
     def _group_rows(self):
         """Rows that one sum over rows adds up; tiles must not have rows of two sums."""
-        kept = max((n.attr[0] for n in self.phases.row_sums), key=len, default=())
-        if not kept:
+        if not self.phases.group_dims:
             return None
-        return math.prod(self.program.row_sizes[len(kept) :])
+        return math.prod(self.program.row_sizes[self.phases.group_dims :])
 
     def _rows_at_once(
         self, source, cluster, long, vector, groups, group_rows, shifted, elements, threads
@@ -533,12 +527,12 @@ class _Scheduler:
 
     def _blocks_of_sums(self, threads, lanes, elements, shifted) -> int:
         """Blocks of a multiprocessor: a ring hides the latency of memory, what is left is that of instructions."""
-        if shifted:  # one row at a time
+        if shifted or (
+            self.heavy and not self.phases.group_dims
+        ):  # one row at a time, or much to do
             return -(-256 // threads)
-        if self._grouped:
+        if self.phases.group_dims:  # more blocks would write more partial sums of each group
             return max(1, 128 // threads)
-        if self.heavy:
-            return max(1, -(-256 // threads))
         several = len(self.phases.row_sums) > 1
         if lanes <= 32:
             # One sum leaves registers for warps that work on two rows, and then one block is enough.

@@ -19,10 +19,9 @@ import numpy as np
 import jaxnorm
 from jaxnorm._autofuse import costs
 from jaxnorm._autofuse.algebra import Mismatch, Ref, Term, unmasked, whole
-from jaxnorm._autofuse.bodies import bodies_of
 from jaxnorm._autofuse.match import Apart, Left, Match, Operand
 from jaxnorm._autofuse.patterns.cross_entropy import Labels, Loss, loss_of
-from jaxnorm._autofuse.program import CALLS, Equation, Program, Value
+from jaxnorm._autofuse.program import Equation, Program, Value, every_equation
 from jaxnorm._autofuse.values import (
     Mapping,
     Node,
@@ -421,9 +420,9 @@ def has_large_logits(closed) -> bool:
 
     What another product reads is no operand of a loss alone, but of backward code or of attention.
     """
-    products: list = []
-    maxima: set[int] = set()
-    _look(open_jaxpr(closed)[0], products, maxima)
+    eqns = [*every_equation(open_jaxpr(closed)[0].eqns)]
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    maxima = {_size(eqn.invars[0].aval) for eqn in eqns if eqn.primitive.name == "reduce_max"}
     read = collections.Counter(v.aval.shape for eqn in products for v in eqn.invars)
     for eqn in products:
         aval = eqn.outvars[0].aval
@@ -432,20 +431,6 @@ def has_large_logits(closed) -> bool:
         if alone and size in maxima and size * aval.dtype.itemsize >= MIN_BYTES:
             return True
     return False
-
-
-def _look(jaxpr, products: list, maxima: set[int]) -> None:
-    """Adds the products of a program, and of how many numbers it takes maxima."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if body := CALLS.get(name):
-            _look(open_jaxpr(eqn.params[body])[0], products, maxima)
-        for _, body in bodies_of(eqn):
-            _look(open_jaxpr(body)[0], products, maxima)
-        if name == "dot_general":
-            products.append(eqn)
-        elif name == "reduce_max":
-            maxima.add(_size(eqn.invars[0].aval))
 
 
 def _size(aval) -> int:

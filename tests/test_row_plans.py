@@ -80,7 +80,7 @@ dropout_residual_layer_norm forward      256 2x8        1 256x4   registers    1
 dropout_residual_layer_norm backward     256 2x8        2 256x1   ring 2       0 persistent hoist
 layer_norm_gelu_4095 forward             128 16x2       1 128x8   registers    0 shifted
 layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       1 persistent hoist shifted
-channel_softmax forward                 2*32 16x1      32 256x3   registers    0 side 8
+channel_softmax forward                   32 32x1      32 256x2   registers    0 side 8
 channel_softmax backward                4*32 8x1       32 256x3   registers    0 side 8
 channel_softmax_64 forward                 4 16x1     128 128x6   registers    0 side 8
 channel_softmax_64 backward                8 8x1       64 128x6   registers    0 side 16
@@ -122,7 +122,7 @@ layer_norm_gelu_256 forward               16 2x8       32 256x2   registers    0
 layer_norm_gelu_256 backward              16 2x8       32 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_512 forward               32 2x8        8 128x8   registers    0
 layer_norm_gelu_512 backward              32 2x8        8 128x2   ring 2       1 persistent hoist
-layer_norm_gelu_1024 forward              32 4x8        4 128x8   registers    0
+layer_norm_gelu_1024 forward              64 2x8        2 64x16   registers    0
 layer_norm_gelu_1024 backward             32 4x8        4 128x2   ring 2       1 persistent hoist
 layer_norm_gelu_2048 forward              64 4x8        1 64x16   registers    0
 layer_norm_gelu_2048 backward            128 2x8        2 128x2   ring 2       1 persistent hoist
@@ -418,9 +418,20 @@ def test_candidates(name, direction, architecture):
         assert all(value in tune.FIELDS[field] for field, value in asked.items())
     if architecture == 80:
         assert {plan.source for plan in plans} <= {"registers", "stream"}
+
         assert {plan.cluster for plan in plans} == {1}
     for _, plan in found[:: max(1, len(found) // 8)]:
         assert "row_program" in emit(program, plan)
+
+
+@pytest.mark.parametrize("columns", [32, 64, 72, 128])
+def test_candidates_of_narrow_rows(columns):
+    """Each block of a cluster has columns: 8 blocks cannot share the 4 slots of 32 columns, nor 2 slots each of 9."""
+    x = jax.ShapeDtypeStruct((4096, columns), jnp.bfloat16)
+    program = simplified(jax.make_jaxpr(jax.nn.softmax)(x))
+    for _, plan in tune.candidates(program, H100):
+        slots = -(-columns // plan.vector)
+        assert (plan.cluster - 1) * -(-slots // plan.cluster) < slots, plan
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
 LONG_PART = 16 * 1024
 # The part of a ring's shared memory that rows may fill, where stages have parts of rows. The rest is fetched ahead.
 PARTS_FILL = 0.68
+# Slots of a row that few threads share.
+SHORT_ROWS = 128
 # Elements of a row that a thread may have where that leaves fewer threads idle.
 SLOT_ELEMENTS = 40
 # Bytes that the stages of a multiprocessor's blocks have where rows are summed up: more are not faster.
@@ -89,13 +91,13 @@ class _Scheduler:
         can_ring = self._can_ring(vector, shifted)
         if shape := self._grid(vector, count, can_ring and not shifted and self._can_cut(vector)):
             return self._plan_of_grid(shape, vector)
-        source = self._source(count, count > 128, can_ring)
+        source = self._source(count, count > SHORT_ROWS, can_ring)
         persistent = source == "ring" or self.sums
         if shifted and self.columns and not persistent and "vector" not in self.asked:
             # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
             vector = max(2, math.gcd(self.program.width, vector))
             count = slots_of(self.program.width, vector, shifted)
-        long = count > 128
+        long = count > SHORT_ROWS
         if source == "ring" and self._in_parts(vector):
             return self._plan_of_parts(vector, count, shifted)
         cluster = self._cluster(source, vector)
@@ -421,7 +423,7 @@ class _Scheduler:
             exchangers=shape.exchangers,
         )
 
-    def _elements(self, source, cluster, vector, shifted) -> int:
+    def _elements(self, source, slots, cluster, vector, shifted) -> int:
         """Elements of a row that a thread should have."""
         if self.sums:
             return 8 if not self.levels and not self.heavy else 32 if shifted else 16
@@ -431,6 +433,8 @@ class _Scheduler:
             return 16 if self.cheap else 64
         if vector == 1 or not self.levels or self.shared_rows:
             return 16
+        if self.columns and source == "registers" and slots <= SHORT_ROWS:
+            return 16
         few = self.cheap or self.row_bytes <= LONG_ROWS[0]
         return 16 if few and len(self.wholes) > 1 else 32
 
@@ -439,8 +443,8 @@ class _Scheduler:
         if not self.wholes and not self.phases.wholes and self.program.width == 1:
             return 1
         if source == "stream":
-            return min(512, max(32, round_up(part, 32)))
-        wanted = self._elements(source, cluster, vector, shifted)
+            return min(256 if shifted else 512, max(32, round_up(part, 32)))
+        wanted = self._elements(source, part, cluster, vector, shifted)
         few = 16 if self.sums or self.columns else 32
         in_warp = 32 * few
         if source == "ring" and self.sums and not self.phases.group_dims and not shifted:

@@ -158,6 +158,8 @@ class _Strided:
                 yield side, threads // side, threads, 1, few
         if self.phases.count == 1 and not self.phases.row_sums:
             return  # to read a part of a row at a time costs nothing
+        if not self.phases.row_sums:
+            yield piece, THREADS // piece, THREADS, 1, WORDS_MAX
         if self.device.clusters:
             for cluster in (2, 4, 8):
                 yield piece, THREADS // piece, THREADS, cluster, few

@@ -28,7 +28,7 @@ from jaxnorm._rows.call import Call, compiled_row_call, row_call, simplified
 from jaxnorm._rows.plan import REGISTERS, THREADS_MAX, Device, Plan
 from jaxnorm._rows.rules import Program
 from jaxnorm._rows.schedule import schedule
-from jaxnorm._rows.shared_memory import shared_bytes
+from jaxnorm._rows.shared_memory import part_slots, shared_bytes, slot_count
 
 SOURCES = ("registers", "ring", "stream")
 # What may be asked of a schedule, and the values that are taken from a file.
@@ -153,10 +153,17 @@ def can_run(program: Program, device: Device, plan: Plan) -> bool:
         and plan.threads * plan.blocks * 32 <= REGISTERS
         and _lanes_fit(plan)
         and (plan.cluster == 1 or device.clusters)
+        and _blocks_have_slots(program, plan)
         and (plan.source != "ring" or device.clusters)
         and plan.slots * plan.vector * plan.rows_at_once <= ELEMENTS_MAX
         and plan.blocks * (shared_bytes(program, plan) + 1024) <= device.shared_bytes + 1024
     )
+
+
+def _blocks_have_slots(program: Program, plan: Plan) -> bool:
+    """Whether each block of a cluster has a part of the row: a bulk copy of nothing is an error of the GPU."""
+    before_last = (plan.cluster - 1) * part_slots(program, plan)
+    return plan.source != "ring" or before_last < slot_count(program, plan)
 
 
 def _lanes_fit(plan: Plan) -> bool:

@@ -1,7 +1,9 @@
 """Automatic fusion: existing code gets jaxnorm's operations without being rewritten."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,7 +38,9 @@ class Autofused:
 
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
-        results = self._steps(closed)[-1](*arrays)
+        with _collector_paused():
+            last = self._steps(closed)[-1]
+        results = last(*arrays)
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
         return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])
 
@@ -111,6 +115,22 @@ def autofuse(fn: Callable, *, platform: str | None = None) -> Autofused:
             f"autofuse: platform must be one of {', '.join(PLATFORMS)} or None, got {platform!r}"
         )
     return Autofused(fn, platform)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's garbage collector does not run meanwhile.
+
+    It would walk over all that JAX has traced several times while thousands of equations are looked at, which takes as
+    long as the looking itself, and would find nothing.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def _trace(fn: Callable, args, kwargs):

@@ -80,3 +80,15 @@ def test_time_of_long_regions(function):
     closed = jax.make_jaxpr(fused(function))(X)
     assert time.perf_counter() - start < 20
     assert len(closed.jaxpr.eqns) == 1
+
+
+@pytest.mark.parametrize(("rows", "call"), [(64, None), (512, "jaxnorm.relu(x)")])
+def test_small_arrays_are_left_to_xla(rows, call):
+    """On a GPU, operations that are no row programs are looked for where a kernel runs longer than its launch takes."""
+
+    def function(x, w):
+        return jax.nn.relu(x @ w) @ w
+
+    x, w = (jax.ShapeDtypeStruct((n, 256), jnp.float32) for n in (rows, 256))
+    report = jaxnorm.autofuse(function, platform="gpu").explain(x, w)
+    assert [c.call for c in report.candidates] == ([call] if call else [])

@@ -9,6 +9,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 
+# A kernel that moves fewer bytes takes longer to launch than to run.
+LEAST_BYTES = 1 << 18
+
 ALWAYS = "always"
 DIFFERENTIATED = "where it is differentiated"
 

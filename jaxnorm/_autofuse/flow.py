@@ -5,10 +5,8 @@ A `Graph` has the equations that results need, and the order in which they can r
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +20,7 @@ from jaxnorm._rows.dimensions import check_label, cut_dimensions, looks_into_one
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.keys import is_key
 from jaxnorm._rows.rules import RULES, STORED
-from jaxnorm._rows.save import Flat, Node
+from jaxnorm._rows.save import Flat, Node, literal_key
 
 # The most pieces that a region joins to a row.
 PIECES = 4
@@ -149,29 +147,28 @@ def _joins(equation) -> bool:
     return equation.params["dimension"] == last and len(equation.inputs) <= PIECES
 
 
-class Equation:
-    """What regions ask of an equation.
+class Kind:
+    """What regions ask of an equation. Equations that differ in nothing but their values are of one kind.
 
     Attributes:
-      node: of the flat program.
-      reads: the values that it takes.
       operations: its own, or those of what it calls; none where rows do not have them.
+      known: whether there are any.
       names: of the operations.
       reductions: those of them that reduce.
+      sums_rows: whether one of them is a sum over rows.
       joins: whether it joins a few pieces of rows. XLA writes what costs something to compute before it joins it.
       draws: whether it draws random bits, of which a mask is made that backward needs, too.
       is_long: whether it has a function that takes XLA longer than to read and write 16-bit elements.
       depth: how many reductions along rows follow one another.
     """
 
-    def __init__(self, node: Node, avals: list):
-        self.node = node
-        self.reads = list(dict.fromkeys(a for a in node.inputs if not isinstance(a, Literal)))
-        plain = all(_is_plain(avals[v]) for v in node.outputs) and all(
-            _is_plain(avals[v]) or (node.eqn.primitive.name == "random_bits" and is_key(avals[v]))
-            for v in self.reads
+    def __init__(self, eqn):
+        reads = [v.aval for v in eqn.invars if not isinstance(v, Literal)]
+        draws = eqn.primitive.name == "random_bits"
+        plain = all(_is_plain(v.aval) for v in eqn.outvars) and all(
+            _is_plain(a) or (draws and is_key(a)) for a in reads
         )
-        self.operations = _inner(node.eqn) if plain and node.outputs else []
+        self.operations = _inner(eqn) if plain and eqn.outvars else []
         self.names = {e.primitive for e in self.operations}
         self.reductions = []
         self.joins = len(self.operations) == 1 and _joins(self.operations[0])
@@ -189,6 +186,8 @@ class Equation:
             self.depth = max(self.depth, at)
         if any(r.columns == 0 for r in self.reductions):
             self.operations = []
+        self.known = bool(self.operations)
+        self.sums_rows = any(not r.along_row for r in self.reductions)
 
     @property
     def rows(self) -> Reduction:
@@ -196,13 +195,37 @@ class Equation:
         shape = self.operations[-1].outputs[0].aval.shape
         return Reduction(tuple(n for n in shape[:-1] if n != 1), shape[-1] if shape else 1, True)
 
-    @property
-    def known(self) -> bool:
-        return bool(self.operations)
 
-    @functools.cached_property
-    def sums_rows(self) -> bool:
-        return any(not r.along_row for r in self.reductions)
+class Equation:
+    """An equation of the flat program.
+
+    Attributes:
+      node: its place there.
+      reads: the values that it takes.
+      kind: what it computes.
+    """
+
+    __slots__ = "kind", "node", "reads"
+
+    def __init__(self, node: Node, kind: Kind):
+        self.node, self.kind = node, kind
+        self.reads = list(dict.fromkeys(a for a in node.inputs if not isinstance(a, Literal)))
+
+
+def _equations(flat: Flat) -> list[Equation]:
+    """What results need, or has an effect."""
+    kinds: dict[Any, Kind] = {}
+
+    def kind_of(node: Node) -> Kind:
+        if node.content is None:
+            return Kind(node.eqn)
+        atoms = (literal_key(v) if isinstance(v, Literal) else v.aval for v in node.eqn.invars)
+        key = (*node.content, *atoms, *(v.aval for v in node.eqn.outvars))
+        if key not in kinds:
+            kinds[key] = Kind(node.eqn)
+        return kinds[key]
+
+    return [Equation(node, kind_of(node)) for node in _live(flat)]
 
 
 # ---- the graph ----
@@ -225,7 +248,7 @@ class Graph:
 
     def __init__(self, flat: Flat):
         self.flat = flat
-        self.equations = [Equation(node, flat.avals) for node in _live(flat)]
+        self.equations = _equations(flat)
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.node.outputs}
         self.users: dict[int, list[int]] = collections.defaultdict(list)
         for i in range(len(self.equations)):
@@ -237,25 +260,31 @@ class Graph:
         effects = [i for i, e in enumerate(self.equations) if e.node.eqn.effects]
         for earlier, later in itertools.pairwise(effects):
             self.needs[later].append(earlier)
-        barriers = [i for i, e in enumerate(self.equations) if not e.known]
+        barriers = [i for i, e in enumerate(self.equations) if not e.kind.known]
         self.order = Order(self.needs, barriers)
         self.programs: dict[Any, Any] = {}
+        self._neighbours: dict[int, list[int]] = {}
 
     def _needs(self, i) -> list[int]:
         found = (self.producer[v] for v in self.equations[i].reads if v in self.producer)
         return list(dict.fromkeys(found))
 
-    def neighbours(self, i) -> Iterator[int]:
+    def neighbours(self, i) -> list[int]:
         """Equations that make what one reads or read what it makes, and those of sums over rows of what it reads."""
-        yield from self.needs[i]
-        for v in self.equations[i].node.outputs:
-            yield from self.users.get(v, ())
-        for v in self.equations[i].reads:
-            yield from (u for u in self.users[v] if u in self.summed)
+        found = self._neighbours.get(i)
+        if found is None:
+            equation, users = self.equations[i], self.users
+            found = [*self.needs[i]]
+            for v in equation.node.outputs:
+                found += users.get(v, ())
+            for v in equation.reads:
+                found += [u for u in users[v] if u in self.summed]
+            self._neighbours[i] = found
+        return found
 
     def _summed(self) -> set[int]:
         """Equations that are sums over rows, or are read by one."""
-        sums = [i for i, e in enumerate(self.equations) if e.sums_rows]
+        sums = [i for i, e in enumerate(self.equations) if e.kind.sums_rows]
         return {*sums, *(n for i in sums for n in self._needs(i))}
 
     def aval(self, value):

@@ -106,7 +106,7 @@ def _stopped(finder: Finder, region: Region) -> set[int]:
     """Results of a region that have no tangent, because all they are computed from stands behind a stop_gradient."""
     graph = finder.graph
     equations = [graph.equations[i] for i in sorted({*region.nodes, *region.again})]
-    if not any("stop_gradient" in e.names for e in equations):
+    if not any("stop_gradient" in e.kind.names for e in equations):
         return set()
 
     def is_inexact(v):

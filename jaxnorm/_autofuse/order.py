@@ -60,21 +60,20 @@ class Order:
 
         None if too many would have to be looked at.
         """
-        behind, ahead = self._paths(others, {i}), self._paths({i}, others)
+        here, places = self._place[i], [self._place[n] for n in others]
+        behind = self._paths(others, {i}, (min(places), here))
+        ahead = self._paths({i}, others, (here, max(places)))
         return None if behind is None or ahead is None else behind | ahead
 
-    def _paths(self, earlier: set[int], later: set[int]) -> set[int] | None:
-        """What stands on paths from earlier equations to later ones; None if that is not found."""
-        first = min(self._place[n] for n in earlier)
-        last = max(self._place[n] for n in later)
-        if last < first:
+    def _paths(
+        self, earlier: set[int], later: set[int], window: tuple[int, int]
+    ) -> set[int] | None:
+        """What stands on paths from earlier equations to later ones, between two places; None if that is not found."""
+        if window[1] - window[0] < 2:
             return set()
-        window = first, last
+        sides = (earlier, later, self._users), (later, earlier, self._needs)
         for limit in SEARCHED:
-            for start, ends, edges in (
-                (later, earlier, self._needs),
-                (earlier, later, self._users),
-            ):
+            for start, ends, edges in sorted(sides, key=lambda side: len(side[0])):
                 reached = self._reached(start, ends, edges, window, limit)
                 if reached is not None:
                     return self._leading(reached, ends, edges)

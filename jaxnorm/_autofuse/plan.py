@@ -7,6 +7,7 @@ operation returns that too.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,8 +50,19 @@ _MARKS = frozenset(("custom_jvp_call", "exp", "log", "max", "pow", "rsqrt", "sqr
 
 
 def may_find(eqns: Iterable) -> bool:
-    """A quick look whether equations, or the bodies of some, may have anything that could be replaced."""
-    return any(eqn.primitive.name in _MARKS for eqn in every_equation(eqns))
+    """A quick look whether equations, or the bodies of some, may have anything that is worth a kernel."""
+    return any(
+        eqn.primitive.name in _MARKS and any(_is_large(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        for eqn in every_equation(eqns)
+    )
+
+
+def _is_large(aval) -> bool:
+    """Whether an array has the bytes of a kernel that runs longer than its launch takes, or an unknown number."""
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+    if not all(isinstance(n, int) for n in shape):
+        return True
+    return math.prod(shape) * getattr(dtype, "itemsize", 0) >= costs.LEAST_BYTES
 
 
 @dataclasses.dataclass(eq=False)

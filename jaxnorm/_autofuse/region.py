@@ -6,13 +6,12 @@ import weakref
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Literal
 
 from jaxnorm._autofuse.flow import Graph
 from jaxnorm._primitive.programs import closed_of, run_program, trace_context
 from jaxnorm._rows.keys import data_of, is_key, kind_of, with_kind
-from jaxnorm._rows.save import Flat
+from jaxnorm._rows.save import Flat, literal_key
 
 # XLA's bytes divided by a region's, from which on the region is a kernel also where nothing is differentiated.
 LEAST_GAIN = 1.05
@@ -76,11 +75,8 @@ def program_of(graph: Graph, region: Region):
 
 
 def _program(graph: Graph, region: Region):
-    try:
-        key = _key(graph, region)
-        found = _programs.get(key)
-    except TypeError:  # parameters that have no hash
-        key = found = None
+    key = _key(graph, region)
+    found = key and _programs.get(key)
     if found is None:
         found = _with_key_data(graph.flat, region)
         if key is not None:
@@ -109,27 +105,23 @@ def _with_key_data(flat: Flat, region: Region):
     return closed
 
 
-def _key(graph: Graph, region: Region):
-    """Equal for regions that do the same; functions in the parameters are compared by identity."""
+def _key(graph: Graph, region: Region) -> tuple | None:
+    """Equal for regions that do the same, functions in the parameters compared by identity; None if there is no key."""
     numbers = {v: n for n, v in enumerate(region.inputs)}
     lines = []
     for i in sorted({*region.nodes, *region.again}):
         node = graph.equations[i].node
-        atoms = tuple(
-            (np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else numbers[a]
-            for a in node.inputs
-        )
+        if node.content is None:
+            return None
+        atoms = tuple(literal_key(a) if isinstance(a, Literal) else numbers[a] for a in node.inputs)
         for v in node.outputs:
             numbers[v] = len(numbers)
-        params = tuple(sorted(node.eqn.params.items(), key=lambda item: item[0]))
         avals = tuple(map(graph.aval, node.outputs))
-        lines.append((node.eqn.primitive, atoms, params, avals))
-    key = (
+        lines.append((node.content, atoms, avals))
+    return (
         tuple(map(graph.aval, region.inputs)),
         tuple(lines),
         tuple(numbers[v] for v in region.results),
         tuple(v in region.packed for v in (*region.inputs, *region.results)),
         trace_context(),
     )
-    hash(key)
-    return key

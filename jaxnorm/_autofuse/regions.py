@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
+from jaxnorm._autofuse.costs import LEAST_BYTES
 from jaxnorm._autofuse.flow import CUTS, Graph, Reduction, nbytes, size
 from jaxnorm._autofuse.region import Region, program_of
 from jaxnorm._primitive.programs import source_line
@@ -22,8 +23,6 @@ from jaxnorm._rows import primitive
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.save import Flat
 
-# Regions that move fewer bytes are left.
-LEAST_BYTES = 1 << 18
 # Rows of fewer columns are left.
 LEAST_COLUMNS = 8
 # The most equations that a value is computed again with.
@@ -73,13 +72,15 @@ class Finder:
 
     def _seeds(self) -> Iterator[tuple[int, Reduction]]:
         """Reductions along rows first: they may take sums over rows, joined pieces and random bits with them."""
-        known = [(i, e) for i, e in enumerate(self.graph.equations) if e.known]
+        known = [(i, e) for i, e in enumerate(self.graph.equations) if e.kind.known]
         for along_row in (True, False):
             for i, equation in known:
-                yield from ((i, r) for r in equation.reductions[:1] if r.along_row == along_row)
-        yield from ((i, e.rows) for i, e in known if e.joins)
-        yield from ((i, e.rows) for i, e in known if e.draws)
-        yield from ((i, e.rows) for i, e in known if e.is_long)
+                yield from (
+                    (i, r) for r in equation.kind.reductions[:1] if r.along_row == along_row
+                )
+        yield from ((i, e.kind.rows) for i, e in known if e.kind.joins)
+        yield from ((i, e.kind.rows) for i, e in known if e.kind.draws)
+        yield from ((i, e.kind.rows) for i, e in known if e.kind.is_long)
 
     def _start(self, seed: int, reduction: Reduction) -> None:
         if reduction.columns < LEAST_COLUMNS or reduction.rows < 2:
@@ -150,9 +151,9 @@ class Finder:
         equation, shape, columns = self.graph.equations[i], reduction.shape, reduction.columns
         return (
             i not in self._taken
-            and equation.known
+            and equation.kind.known
             and (
-                equation.sums_rows
+                equation.kind.sums_rows
                 or all(
                     self._is_of_rows(v, shape, columns) or size(self.graph.aval(v)) <= 8 * columns
                     for v in equation.node.outputs
@@ -176,19 +177,19 @@ class Finder:
         if not self._may_fit(i, reduction):
             return False
         makers = [graph.producer[v] for v in equation.reads if v in graph.producer]
-        if equation.sums_rows:
+        if equation.kind.sums_rows:
             # A sum over rows is of what the region has, and nothing of the region is computed from it.
             inside = all(
                 any(n in members for n in (*graph.users[v], graph.producer.get(v, i)) if n != i)
                 for v in equation.reads
             )
-            same = all(r.rows * r.columns == rows * columns for r in equation.reductions)
+            same = all(r.rows * r.columns == rows * columns for r in equation.kind.reductions)
             return without != "sums over rows" and inside and same
-        if any((r.rows, r.columns) != (rows, columns) for r in equation.reductions):
+        if any((r.rows, r.columns) != (rows, columns) for r in equation.kind.reductions):
             return False
-        if any(n in members and graph.equations[n].sums_rows for n in makers):
+        if any(n in members and graph.equations[n].kind.sums_rows for n in makers):
             return False
-        if without and equation.names & {*CUTS, "transpose"}:
+        if without and equation.kind.names & {*CUTS, "transpose"}:
             return False
         return all(
             self._is_of_rows(v, reduction.shape, columns)
@@ -210,7 +211,7 @@ class Finder:
         graph = self.graph
         return (
             size(graph.aval(value)) <= 8 * columns
-            and graph.equations[i].names <= _CHEAP
+            and graph.equations[i].kind.names <= _CHEAP
             and value not in graph.results
             and members.issuperset(graph.users[value])
         )
@@ -222,7 +223,7 @@ class Finder:
             changed = False
             for i in sorted(members - {seed}):
                 equation = graph.equations[i]
-                if not equation.names <= _MOVES or len(equation.reads) != 1:
+                if not equation.kind.names <= _MOVES or len(equation.reads) != 1:
                     continue
                 (source,), (result,) = equation.reads, equation.node.outputs
                 less = nbytes(graph.aval(source)) - nbytes(graph.aval(result))
@@ -304,7 +305,7 @@ class Finder:
         readers: dict[int, list] = {v: [None] for v in graph.results}
         for i, equation in enumerate(graph.equations):
             for v in equation.reads if i not in apart else ():
-                if not equation.known or graph.producer.get(v) in apart:
+                if not equation.kind.known or graph.producer.get(v) in apart:
                     readers.setdefault(v, []).append(None)
         for region in self.regions:
             for v in region.inputs:
@@ -319,7 +320,7 @@ class Finder:
             i = graph.producer.get(v)
             if i in cone:
                 continue
-            if i is None or not graph.equations[i].known:
+            if i is None or not graph.equations[i].kind.known:
                 if v == value:
                     return set()
                 continue
@@ -331,7 +332,12 @@ class Finder:
             of_rows = all(
                 self._is_of_rows(u, region.shape, region.columns) for u in equation.node.outputs
             )
-            if not of_rows or equation.sums_rows or equation.names & _COSTLY or len(cone) > CONE:
+            if (
+                not of_rows
+                or equation.kind.sums_rows
+                or equation.kind.names & _COSTLY
+                or len(cone) > CONE
+            ):
                 return set()
             cone.add(i)
             front += equation.reads
@@ -349,14 +355,15 @@ class Finder:
 
     def _decide(self) -> None:
         found = [region for region in self.regions if region.results]
+        alone = [r for r in found if r.again and self._refusal(r)]
+        for region in alone:
+            region.again = []
+        if alone:
+            self._connect(found)
         bits_at_best = self._masks(found)
         self.regions = []
         for region in found:
             reason = self._refusal(region)
-            if reason and region.again:
-                region.again = []
-                self._connect(found)
-                reason = self._refusal(region)
             region.bytes = self._moved(region, bits_at_best)
             region.before = self._bytes_of_xla(region)
             region.is_long = self._is_long(region, found)
@@ -420,7 +427,8 @@ class Finder:
             def is_left(v, region=region):
                 users = [u for u in graph.users[v] if u not in apart]
                 known = all(
-                    graph.equations[u].known and not graph.equations[u].depth for u in users
+                    graph.equations[u].kind.known and not graph.equations[u].kind.depth
+                    for u in users
                 )
                 return v not in read and known and self._is_whole(v, region)
 
@@ -451,7 +459,7 @@ class Finder:
             if i in again:
                 continue
             equation = graph.equations[i]
-            costly = equation.depth or equation.sums_rows or equation.names & _COSTLY
+            costly = equation.kind.depth or equation.kind.sums_rows or equation.kind.names & _COSTLY
             if costly or i not in region.nodes:
                 return set()
             again.add(i)
@@ -462,12 +470,12 @@ class Finder:
 
     def _is_call(self, region: Region) -> bool:
         """Whether it is one call, as of an operation of jaxnorm's, which has a kernel."""
-        return len(self.graph.equations[region.nodes[0]].operations) > 1
+        return len(self.graph.equations[region.nodes[0]].kind.operations) > 1
 
     def _keeps_less(self, region: Region) -> bool:
         """Whether the derivative of a region may keep or read less than that of its equations."""
         equations = (self.graph.equations[i] for i in region.nodes)
-        return any(e.depth or e.draws for e in equations)
+        return any(e.kind.depth or e.kind.draws for e in equations)
 
     def _is_long(self, region: Region, regions: list[Region]) -> bool:
         """Whether XLA's code takes longer than its bytes: at most two 16-bit arrays, and a long function of them.
@@ -475,7 +483,7 @@ class Finder:
         XLA may fuse such code with the product that makes its operand, if no other code reads the operand.
         """
         graph = self.graph
-        long = any(graph.equations[i].is_long for i in region.nodes)
+        long = any(graph.equations[i].kind.is_long for i in region.nodes)
         if not long or region.before != region.bytes:
             return False
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
@@ -509,14 +517,14 @@ class Finder:
             equation = graph.equations[i]
             at = max((level.get(v, 0) for v in equation.reads), default=0)
             read = frozenset().union(*(reads.get(v, frozenset()) for v in equation.reads))
-            if equation.sums_rows:
+            if equation.kind.sums_rows:
                 passes[at, True] |= read
-            for step in range(equation.depth):
+            for step in range(equation.kind.depth):
                 passes[at + step, False] |= read
-            if equation.joins and costly & set(equation.reads):
+            if equation.kind.joins and costly & set(equation.reads):
                 pieces += sum(self._nbytes(v) for v in equation.reads if v not in inputs)
-            at += equation.depth
-            if equation.names & _EXPENSIVE or costly & set(equation.reads):
+            at += equation.kind.depth
+            if equation.kind.names & _EXPENSIVE or costly & set(equation.reads):
                 costly.update(equation.node.outputs)
             for v in equation.node.outputs:
                 level[v] = at
@@ -527,13 +535,13 @@ class Finder:
         sums = sum(
             r.along_row and not r.extreme
             for i in region.nodes
-            for r in graph.equations[i].reductions
+            for r in graph.equations[i].kind.reductions
         )
         read = sum(np.dtype(graph.aval(v).dtype).kind not in "biu" for v in inputs)
         together = alone and region.columns <= XLA_COLUMNS and sums <= 1 and read <= 1
         whole = [inputs] if together else passes.values()
         few = (v for v in region.inputs if v not in inputs)
-        if all(graph.equations[i].joins for i in region.nodes):
+        if all(graph.equations[i].kind.joins for i in region.nodes):
             products = max(map(self._products, region.results))
             pieces += max(0, products - 1) * sum(map(self._nbytes, region.results))
         return (

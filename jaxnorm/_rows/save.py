@@ -62,14 +62,23 @@ REDUCTION_BITS = 0.5
 Atom = Any  # the number of a value, or a Literal
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """An equation between values; `number` is its place in the program."""
+    """An equation between values.
+
+    Attributes:
+      eqn: of the jaxpr.
+      inputs, outputs: values, or literals.
+      number: its place in the program.
+      content: its primitive and parameters, equal for equations that compute the same of equal operands; None if there
+        is nothing that can be compared.
+    """
 
     eqn: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     number: int
+    content: tuple | None
 
 
 class Flat:
@@ -91,6 +100,7 @@ class Flat:
         self.avals: list = []
         self.nodes: list[Node] = []
         self.constants: dict[int, Any] = {}
+        self._contents: dict[tuple, tuple] = {}
         self._seen: dict[Any, tuple[Atom, ...]] = {}
         self._producer: dict[int, Node] = {}
         jaxpr, consts = open_jaxpr(closed)
@@ -134,15 +144,25 @@ class Flat:
         original = self._undone(eqn, inputs)
         if original is not None:
             return [original]
-        key = _key(eqn, inputs)
-        if key is not None and key in self._seen:
-            return self._seen[key]
+        content, key = self._content(eqn), None
+        if content and not eqn.effects and eqn.primitive.name not in equations.CALLS:
+            key = (id(content), *(literal_key(a) if isinstance(a, Literal) else a for a in inputs))
+            if key in self._seen:
+                return self._seen[key]
         outputs = tuple(self._value(v.aval) for v in eqn.outvars)
-        self.nodes.append(Node(eqn, tuple(inputs), outputs, len(self.nodes)))
+        self.nodes.append(Node(eqn, tuple(inputs), outputs, len(self.nodes), content))
         self._producer.update(dict.fromkeys(outputs, self.nodes[-1]))
         if key is not None:
             self._seen[key] = outputs
         return outputs
+
+    def _content(self, eqn) -> tuple | None:
+        """An equation's `Node.content`: one object for all that are equal."""
+        content = eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+        try:
+            return self._contents.setdefault(content, content)
+        except TypeError:  # parameters that have no hash
+            return None
 
     def _undone(self, eqn, inputs) -> Atom | None:
         """The value that an equation restores, if its operand was made of that value."""
@@ -333,19 +353,9 @@ _LINEAR = {
 }
 
 
-def _key(eqn, inputs):
-    """A key that equations have in common if they compute the same; None if there is no such key."""
-    if eqn.effects or eqn.primitive.name in equations.CALLS:
-        return None
-    try:
-        atoms = tuple(
-            (np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else a for a in inputs
-        )
-        key = (eqn.primitive, atoms, tuple(sorted(eqn.params.items(), key=lambda item: item[0])))
-        hash(key)
-    except TypeError:  # parameters that have no hash
-        return None
-    return key
+def literal_key(literal: Literal) -> tuple:
+    """Equal for literals of the same bits."""
+    return np.asarray(literal.val).tobytes(), literal.aval
 
 
 def run_node(eqn, operands) -> list:

@@ -416,23 +416,36 @@ def _linear_cross_entropy(
 
 
 def has_large_logits(closed) -> bool:
-    """Whether a program takes maxima, as each softmax does, of as many numbers as a large product has.
+    """Whether a program takes maxima, as each softmax does, along what may be the classes of a large product.
 
     What another product reads is no operand of a loss alone, but of backward code or of attention.
     """
     eqns = [*every_equation(open_jaxpr(closed)[0].eqns)]
     products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
-    maxima = {_size(eqn.invars[0].aval) for eqn in eqns if eqn.primitive.name == "reduce_max"}
+    maxima = set()
+    for eqn in eqns:
+        if eqn.primitive.name == "reduce_max":
+            shape = eqn.invars[0].aval.shape
+            maxima.add((_size(shape), _size([shape[d] for d in eqn.params["axes"]])))
     read = collections.Counter(v.aval.shape for eqn in products for v in eqn.invars)
     for eqn in products:
         aval = eqn.outvars[0].aval
-        size = _size(aval)
+        size = _size(aval.shape)
         alone = read[aval.shape] == [v.aval.shape for v in eqn.invars].count(aval.shape)
-        if alone and size in maxima and size * aval.dtype.itemsize >= MIN_BYTES:
+        has_maxima = any((size, classes) in maxima for classes in _may_be_classes(eqn))
+        if alone and has_maxima and size * aval.dtype.itemsize >= MIN_BYTES:
             return True
     return False
 
 
-def _size(aval) -> int:
+def _may_be_classes(product) -> Iterator[int]:
+    """For each operand of a product, the size of what is not contracted; none of a product for each element of a batch."""
+    contracted, batched = product.params["dimension_numbers"]
+    if not any(batched):
+        for v, dims in zip(product.invars, contracted, strict=True):
+            yield _size([n for d, n in enumerate(v.aval.shape) if d not in dims])
+
+
+def _size(shape) -> int:
     """How many elements an array has; 0 where that is not known."""
-    return math.prod(aval.shape) if all(isinstance(n, int) for n in aval.shape) else 0
+    return math.prod(shape) if all(isinstance(n, int) for n in shape) else 0

@@ -439,7 +439,7 @@ def has_large_logits(closed) -> bool:
 
 
 def _may_be_classes(product) -> Iterator[int]:
-    """For each operand of a product, the size of what is not contracted; none of a product for each element of a batch."""
+    """For each operand of a product, the size of what is not contracted; none if it is a batch of products."""
     contracted, batched = product.params["dimension_numbers"]
     if not any(batched):
         for v, dims in zip(product.invars, contracted, strict=True):

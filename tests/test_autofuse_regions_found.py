@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxnorm
-from jaxnorm._autofuse import region, regions
+from jaxnorm._autofuse import plan, region, regions
 
 X = jax.random.normal(jax.random.key(0), (4, 3, 16), jnp.float32)
 
@@ -92,3 +92,25 @@ def test_small_arrays_are_left_to_xla(rows, call):
     x, w = (jax.ShapeDtypeStruct((n, 256), jnp.float32) for n in (rows, 256))
     report = jaxnorm.autofuse(function, platform="gpu").explain(x, w)
     assert [c.call for c in report.candidates] == ([call] if call else [])
+
+
+def test_what_regions_leave_is_looked_at_where_a_norm_may_be():
+    """Norms along other axes than the last are; the roots of optimizers and the powers of rotary embeddings are not."""
+
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(0, keepdims=True) + 1e-5)
+
+    def scanned(x):
+        return jax.lax.scan(lambda x, _: (norm(x), None), x, None, length=2)[0]
+
+    def adam(x):
+        """The gradient of a bias is a sum over rows."""
+        gradient = jnp.tanh(x).sum(0)
+        return gradient / (jnp.sqrt(jnp.square(gradient)) + 1e-8) / (1 - 0.9 ** x[0, 0])
+
+    def rotated(x):
+        return x * jnp.cos(1e4 ** -jnp.arange(256, dtype=x.dtype))
+
+    x = jnp.ones((1024, 256), jnp.float32)
+    for function, found in ((norm, True), (scanned, True), (adam, False), (rotated, False)):
+        assert plan.may_find(jax.make_jaxpr(function)(x).eqns) is found, function

@@ -45,24 +45,56 @@ def _finders() -> dict[Callable, list[str]]:
 
 
 _FINDERS = _finders()
-# Each pattern has a root, an exponential, a logarithm, a maximum, or a call with a derivative of its own.
-_MARKS = frozenset(("custom_jvp_call", "exp", "log", "max", "pow", "rsqrt", "sqrt"))
+# Each pattern has an exponential, a logarithm, a maximum, a call with a derivative of its own, or a root.
+_MARKS = {"custom_jvp_call", "exp", "log", "max"}
+_ROOTS = {"pow", "rsqrt", "sqrt"}
 
 
 def may_find(eqns: Iterable) -> bool:
     """A quick look whether equations, or the bodies of some, may have anything that is worth a kernel."""
-    return any(
-        eqn.primitive.name in _MARKS and any(_is_large(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        for eqn in every_equation(eqns)
-    )
+    eqns = [*eqns]
+    here = set(map(id, eqns))
+    for eqn in every_equation(eqns):
+        if id(eqn) not in here and _is_root(eqn):
+            return True
+        if (
+            eqn.primitive.name in _MARKS
+            and _bytes((*eqn.invars, *eqn.outvars)) >= costs.LEAST_BYTES
+        ):
+            return True
+    return _spread_a_root(eqns)
 
 
-def _is_large(aval) -> bool:
-    """Whether an array has the bytes of a kernel that runs longer than its launch takes, or an unknown number."""
-    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-    if not all(isinstance(n, int) for n in shape):
-        return True
-    return math.prod(shape) * getattr(dtype, "itemsize", 0) >= costs.LEAST_BYTES
+def _is_root(eqn) -> bool:
+    """Whether an equation has roots of an array; powers of a constant, as of rotary embeddings, are none."""
+    if eqn.primitive.name not in _ROOTS:
+        return False
+    return not isinstance(eqn.invars[0], Literal) and _elements(eqn.invars[:1]) != 1
+
+
+def _spread_a_root(eqns: Iterable) -> bool:
+    """Whether roots, or what is computed of them, are spread along other dimensions, as in a norm, not an optimizer."""
+    roots: set = set()
+    for eqn in eqns:
+        reads = [v for v in eqn.invars if not isinstance(v, Literal) and v in roots]
+        read, made = _elements(reads), _elements(eqn.outvars)
+        if reads and (made > read or read == math.inf):
+            return True
+        if reads or _is_root(eqn):
+            roots.update(eqn.outvars)
+    return False
+
+
+def _elements(variables: Iterable) -> float:
+    """How many elements the largest array has; infinitely many where that is not known."""
+    shapes = (getattr(v.aval, "shape", ()) for v in variables)
+    known = (math.prod(s) if all(isinstance(n, int) for n in s) else math.inf for s in shapes)
+    return max(known, default=0)
+
+
+def _bytes(variables: Iterable) -> float:
+    """How many bytes the largest array has; infinitely many where that is not known."""
+    return max(_elements([v]) * getattr(v.aval.dtype, "itemsize", 0) for v in variables)
 
 
 @dataclasses.dataclass(eq=False)

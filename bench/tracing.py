@@ -1,0 +1,77 @@
+"""Times tracing of the training steps of bench.train, as they are and under autofuse: `python -m bench.tracing`.
+
+It needs no GPU: arrays are shapes, and autofuse is asked for what it does for one. JAX's caches are empty each time, as
+when a program is traced first.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+import jaxnorm
+from bench import timing, train
+from jaxnorm._measure import display
+
+
+def steps(case: train.TrainCase) -> tuple[dict[str, Callable], tuple]:
+    """The plain step and the one under autofuse, and the shapes of what they take."""
+    found: list[Callable] = []
+
+    def arrays():
+        _, batch, step, state = case.prepare(case.implementations[0])
+        found.append(step)
+        return state, *batch
+
+    shapes = jax.eval_shape(arrays)
+    return {"plain": found[0], "autofuse": jaxnorm.autofuse(found[0], platform="gpu")}, shapes
+
+
+def seconds(function: Callable, shapes: tuple, repeats: int) -> float:
+    """What `jax.make_jaxpr` takes, at least."""
+
+    def once() -> float:
+        jax.clear_caches()
+        start = time.perf_counter()
+        jax.make_jaxpr(function)(*shapes)
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(repeats))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Times the cases, and returns 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tracing",
+        description="Time how long JAX takes to trace training steps, without and with autofuse for a GPU.",
+    )
+    parser.add_argument(
+        "--cases", choices=tuple(train.CASES), default="ci", help="small models, or those for a GPU"
+    )
+    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases with TEXT")
+    parser.add_argument("--repeats", type=int, default=4, help="of each, of which the least counts")
+    options = parser.parse_args(argv)
+    rich = display.require_rich()
+    table = rich.table(title="tracing of training steps", caption="jax.make_jaxpr, wall-clock.")
+    for name in ("case", "plain", "autofuse", ""):
+        table.add_column(name, justify="right" if table.columns else "left")
+    # autofuse stands around the loss of ResNet, not around its step.
+    cases = [c for c in train.CASES[options.cases] if options.filter in c.label]
+    cases = [c for c in cases if c.name != "resnet"]
+    with rich.progress() as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.label)
+            functions, shapes = steps(case)
+            plain, fused = (seconds(f, shapes, options.repeats) for f in functions.values())
+            cells = timing.compared(fused, plain, display.duration)
+            table.add_row(case.label, display.duration(plain), *cells)
+            progress.advance(task)
+    rich.console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,8 +39,11 @@ class Autofused:
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
         with _collector_paused():
-            last = self._steps(closed)[-1]
-        results = last(*arrays)
+            program = self._steps(closed)[-1]
+        # Arrays mean that the program runs here and now, which may take long.
+        traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        with _collector_paused() if traced else contextlib.nullcontext():
+            results = program(*arrays)
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
         return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])
 
@@ -121,8 +124,8 @@ def autofuse(fn: Callable, *, platform: str | None = None) -> Autofused:
 def _collector_paused() -> Iterator[None]:
     """Python's garbage collector does not run meanwhile.
 
-    It would walk over all that JAX has traced several times while thousands of equations are looked at, which takes as
-    long as the looking itself, and would find nothing.
+    It would walk over all that JAX has traced, several times while thousands of equations are looked at. That takes as
+    long as looking at them, and finds nothing.
     """
     running = gc.isenabled()
     gc.disable()

@@ -4,6 +4,7 @@ The patterns are in test_autofuse_patterns.py and test_autofuse_losses.py, whole
 """
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -498,3 +499,29 @@ def test_random_programs(steps, outputs):
     # A value that is rounded to bfloat16 may be rounded the other way.
     tolerance = 5e-2 if any(name == "round" for name, *_ in steps) else 2e-3
     assert_close(gradient(jaxnorm.autofuse(function)), gradient(function), tolerance)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_the_garbage_collector_runs_as_before(running):
+    """It is paused while a program is looked at, and not while arrays are computed or the function is traced."""
+    seen = []
+
+    def function(x):
+        seen.append(gc.isenabled())
+        jax.debug.callback(lambda _: seen.append(gc.isenabled()), x)
+        return jax.nn.softmax(x)
+
+    def fails(x):
+        raise ValueError("of the function")
+
+    (gc.enable if running else gc.disable)()
+    try:
+        jax.block_until_ready(jaxnorm.autofuse(function)(X))
+        jax.effects_barrier()
+        assert seen == [running, running]
+        jax.make_jaxpr(jaxnorm.autofuse(function))(X)
+        with pytest.raises(ValueError, match="of the function"):
+            jaxnorm.autofuse(fails)(X)
+        assert gc.isenabled() == running
+    finally:
+        gc.enable()

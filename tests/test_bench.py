@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import types
 
 import jax
@@ -15,8 +14,6 @@ from bench import __main__ as bench_main
 from bench import cases, compare, peers, roofline, tables, timing
 from bench.cases import Case
 from jaxnorm._measure import timer
-
-README = pathlib.Path(__file__).parent.parent / "README.md"
 
 # ---- cases ----
 

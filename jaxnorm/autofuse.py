@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxnorm import _lib
 from jaxnorm._autofuse.grown import Grown
@@ -41,7 +42,7 @@ class Autofused:
         with _collector_paused():
             program = self._steps(closed)[-1]
         # Arrays mean that the program runs here and now, which may take long.
-        traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        traced = any(isinstance(x, Tracer) for x in arrays)
         with _collector_paused() if traced else contextlib.nullcontext():
             results = program(*arrays)
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jaxnorm
-from jaxnorm._autofuse import plan, region, regions
+from jaxnorm._autofuse import grown, plan, region, regions
+from jaxnorm._rows.save import Flat
 
 X = jax.random.normal(jax.random.key(0), (4, 3, 16), jnp.float32)
 
@@ -100,6 +101,10 @@ def test_what_regions_leave_is_looked_at_where_a_norm_may_be():
     def norm(x):
         return x * jax.lax.rsqrt(jnp.square(x).mean(0, keepdims=True) + 1e-5)
 
+    def deviation(x):
+        """Its root is inside of a jit, which returns it."""
+        return (x - x.mean(0)) / jax.jit(jnp.std, static_argnums=1)(x, 0)
+
     def scanned(x):
         return jax.lax.scan(lambda x, _: (norm(x), None), x, None, length=2)[0]
 
@@ -112,5 +117,7 @@ def test_what_regions_leave_is_looked_at_where_a_norm_may_be():
         return x * jnp.cos(1e4 ** -jnp.arange(256, dtype=x.dtype))
 
     x = jnp.ones((1024, 256), jnp.float32)
-    for function, found in ((norm, True), (scanned, True), (adam, False), (rotated, False)):
-        assert plan.may_find(jax.make_jaxpr(function)(x).eqns) is found, function
+    norms = ((norm, True), (scanned, True), (deviation, True))
+    for function, found in (*norms, (adam, False), (rotated, False)):
+        nodes = Flat(jax.make_jaxpr(function)(x), body_of=grown._opened).nodes
+        assert plan.may_find(nodes) is found, function

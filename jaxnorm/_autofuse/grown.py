@@ -16,7 +16,7 @@ from jaxnorm._autofuse.rewrite import where_differentiated
 from jaxnorm._primitive.programs import open_jaxpr, run_program
 from jaxnorm._rows import primitive
 from jaxnorm._rows.keys import data_of
-from jaxnorm._rows.save import Flat, run_node
+from jaxnorm._rows.save import Flat, Node, run_node
 
 
 class Grown:
@@ -41,10 +41,10 @@ class Grown:
                     self._inner.setdefault(id(equation.node), {})[place] = inner
 
     @property
-    def plain(self) -> Iterator:
-        """The equations that no region has, but those of numbers of the program."""
-        equations = (self.finder.graph.equations[i] for i in self.finder.plain)
-        return (e.node.eqn for e in equations if e.reads)
+    def plain(self) -> Iterator[Node]:
+        """The equations that no region has, in order, but those of numbers of the program."""
+        equations = (self.finder.graph.equations[i] for i in sorted(self.finder.plain))
+        return (e.node for e in equations if e.reads)
 
     @property
     def changes(self) -> bool:

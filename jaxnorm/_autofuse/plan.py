@@ -26,6 +26,7 @@ from jaxnorm._autofuse.values import Node, at_least, identity, is_float, unconve
 from jaxnorm._ops import OPERATIONS
 from jaxnorm._primitive.avals import varying_axes
 from jaxnorm._primitive.programs import run_equation, source_line
+from jaxnorm._rows.save import Node as FlatNode
 
 # What was checked and failed says more than what did not look right.
 _CHECKED = 2
@@ -50,19 +51,18 @@ _MARKS = {"custom_jvp_call", "exp", "log", "max"}
 _ROOTS = {"pow", "rsqrt", "sqrt"}
 
 
-def may_find(eqns: Iterable) -> bool:
+def may_find(nodes: Iterable[FlatNode]) -> bool:
     """A quick look whether equations, or the bodies of some, may have anything that is worth a kernel."""
-    eqns = [*eqns]
+    nodes = [*nodes]
+    eqns = [node.eqn for node in nodes]
     here = set(map(id, eqns))
     for eqn in every_equation(eqns):
         if id(eqn) not in here and _is_root(eqn):
             return True
-        if (
-            eqn.primitive.name in _MARKS
-            and _bytes((*eqn.invars, *eqn.outvars)) >= costs.LEAST_BYTES
-        ):
+        large = eqn.primitive.name in _MARKS and _bytes((*eqn.invars, *eqn.outvars))
+        if large >= costs.LEAST_BYTES:
             return True
-    return _spread_a_root(eqns)
+    return _spread_a_root(nodes)
 
 
 def _is_root(eqn) -> bool:
@@ -72,16 +72,17 @@ def _is_root(eqn) -> bool:
     return not isinstance(eqn.invars[0], Literal) and _elements(eqn.invars[:1]) != 1
 
 
-def _spread_a_root(eqns: Iterable) -> bool:
+def _spread_a_root(nodes: Iterable[FlatNode]) -> bool:
     """Whether roots, or what is computed of them, are spread along other dimensions, as in a norm, not an optimizer."""
-    roots: set = set()
-    for eqn in eqns:
-        reads = [v for v in eqn.invars if not isinstance(v, Literal) and v in roots]
-        read, made = _elements(reads), _elements(eqn.outvars)
+    roots: set[int] = set()
+    for node in nodes:
+        atoms = zip(node.inputs, node.eqn.invars, strict=True)
+        reads = [v for a, v in atoms if not isinstance(a, Literal) and a in roots]
+        read, made = _elements(reads), _elements(node.eqn.outvars)
         if reads and (made > read or read == math.inf):
             return True
-        if reads or _is_root(eqn):
-            roots.update(eqn.outvars)
+        if reads or _is_root(node.eqn):
+            roots.update(node.outputs)
     return False
 
 
@@ -94,7 +95,8 @@ def _elements(variables: Iterable) -> float:
 
 def _bytes(variables: Iterable) -> float:
     """How many bytes the largest array has; infinitely many where that is not known."""
-    return max(_elements([v]) * getattr(v.aval.dtype, "itemsize", 0) for v in variables)
+    dtypes = ((v, getattr(v.aval, "dtype", None)) for v in variables)
+    return max((_elements([v]) * getattr(d, "itemsize", 0) for v, d in dtypes), default=0)
 
 
 @dataclasses.dataclass(eq=False)

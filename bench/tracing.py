@@ -47,10 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.tracing",
         description="Time how long JAX takes to trace training steps, without and with autofuse for a GPU.",
     )
-    parser.add_argument(
-        "--cases", choices=tuple(train.CASES), default="ci", help="small models, or those for a GPU"
-    )
-    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases with TEXT")
+    train.add_cases(parser)
     parser.add_argument("--repeats", type=int, default=4, help="of each, of which the least counts")
     options = parser.parse_args(argv)
     rich = display.require_rich()
@@ -58,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("case", "plain", "autofuse", ""):
         table.add_column(name, justify="right" if table.columns else "left")
     # autofuse stands around the loss of ResNet, not around its step.
-    cases = [c for c in train.CASES[options.cases] if options.filter in c.label]
-    cases = [c for c in cases if c.name != "resnet"]
+    cases = [c for c in train.selected(options) if c.name != "resnet"]
     with rich.progress() as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:

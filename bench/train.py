@@ -329,6 +329,19 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say which cases."""
+    parser.add_argument(
+        "--cases", choices=tuple(CASES), default="ci", help="small models, or those for a GPU"
+    )
+    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases with TEXT")
+
+
+def selected(options: argparse.Namespace) -> list[TrainCase]:
+    """The cases that the options of `add_cases` name."""
+    return [c for c in CASES[options.cases] if options.filter in c.label]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Times the cases.
 
@@ -339,10 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.train",
         description="Time training steps as they are, under autofuse, and with jaxnorm's calls.",
     )
-    parser.add_argument(
-        "--cases", choices=tuple(CASES), default="ci", help="small models, or those for a GPU"
-    )
-    parser.add_argument("--filter", default="", metavar="TEXT", help="only cases with TEXT")
+    add_cases(parser)
     parser.add_argument(
         "--budget", type=float, default=5.0, help="seconds to time each step for (default: 5)"
     )
@@ -351,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rich = display.require_rich()
     head = timing.header("wall", timer.copy_rate("wall"))
     records: list[dict] = []
-    cases = [c for c in CASES[options.cases] if options.filter in c.label]
+    cases = selected(options)
     with rich.progress() as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:

@@ -29,6 +29,22 @@ _BEFORE_REGIONS = {
 }
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's garbage collector does not run meanwhile.
+
+    It would walk over all that JAX has traced, several times while thousands of equations are looked at. That takes as
+    long as looking at them, and finds nothing.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
 class Autofused:
     """A function with its softmax, norm, ReLU and loss code replaced; made by `autofuse`."""
 
@@ -39,8 +55,7 @@ class Autofused:
 
     def __call__(self, *args, **kwargs) -> Any:
         closed, arrays, restore = _trace(self._fn, args, kwargs)
-        with _collector_paused():
-            program = self._steps(closed)[-1]
+        program = self._steps(closed)[-1]
         # Arrays mean that the program runs here and now, which may take long.
         traced = any(isinstance(x, Tracer) for x in arrays)
         with _collector_paused() if traced else contextlib.nullcontext():
@@ -53,6 +68,7 @@ class Autofused:
         closed, _, _ = _trace(self._fn, args, kwargs)
         return report(self._steps(closed))
 
+    @_collector_paused()
     def _steps(self, closed) -> list[Rewritten | Grown]:
         """What changes a program, step by step; the last one is the program that runs."""
         if not self._grows():
@@ -119,22 +135,6 @@ def autofuse(fn: Callable, *, platform: str | None = None) -> Autofused:
             f"autofuse: platform must be one of {', '.join(PLATFORMS)} or None, got {platform!r}"
         )
     return Autofused(fn, platform)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's garbage collector does not run meanwhile.
-
-    It would walk over all that JAX has traced, several times while thousands of equations are looked at. That takes as
-    long as looking at them, and finds nothing.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
 
 
 def _trace(fn: Callable, args, kwargs):

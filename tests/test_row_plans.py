@@ -418,7 +418,6 @@ def test_candidates(name, direction, architecture):
         assert all(value in tune.FIELDS[field] for field, value in asked.items())
     if architecture == 80:
         assert {plan.source for plan in plans} <= {"registers", "stream"}
-
         assert {plan.cluster for plan in plans} == {1}
     for _, plan in found[:: max(1, len(found) // 8)]:
         assert "row_program" in emit(program, plan)

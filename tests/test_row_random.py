@@ -18,12 +18,11 @@ import row_emulator
 from hypothesis import strategies as st
 
 from jaxnorm._primitive.programs import closed_of
-from jaxnorm._rows import primitive, save
+from jaxnorm._rows import primitive, save, tune
 from jaxnorm._rows.call import row_call, simplified
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.plan import DEVICES
 from jaxnorm._rows.schedule import schedule
-from jaxnorm._rows.shared_memory import part_slots, slot_count
 
 pytestmark = pytest.mark.skipif(not row_emulator.supported(), reason="needs g++ on Linux")
 
@@ -634,9 +633,8 @@ def emulated(asked, order, resident, architecture, closed, arrays):
     hypothesis.note(str(plan))
     if plan.slots * plan.vector * plan.rows_at_once > 256 or plan.threads < 32 < 32 * plan.lanes:
         hypothesis.reject()  # more than a thread's registers, less than a warp
-    program = simplified(closed)
-    if (plan.cluster - 1) * part_slots(program, plan) >= slot_count(program, plan):
-        hypothesis.reject()  # blocks with nothing to do
+    if not tune.blocks_have_slots(simplified(closed), plan):
+        hypothesis.reject()
     call = row_call(closed, device, plan)
     if call.shared_bytes > device.shared_bytes:
         hypothesis.reject()

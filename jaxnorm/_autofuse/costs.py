@@ -66,9 +66,9 @@ class Rule:
         return "; ".join(part for part in (self.note, *map(str, self.figures)) if part)
 
 
-def _size(shape, axes) -> float:
-    sizes = [shape[a] for a in axes]
-    return math.prod(sizes) if all(isinstance(n, int) for n in sizes) else math.inf
+def elements(shape) -> float:
+    """How many elements an array has; infinitely many where that is not known."""
+    return math.prod(shape) if all(isinstance(n, int) for n in shape) else math.inf
 
 
 def last(shape, axes) -> bool:
@@ -78,7 +78,7 @@ def last(shape, axes) -> bool:
 
 def short_rows(shape, axes, columns) -> bool:
     """Whether the axes are the last ones and have at most so many columns."""
-    return last(shape, axes) and _size(shape, axes) <= columns
+    return last(shape, axes) and elements([shape[a] for a in axes]) <= columns
 
 
 def always(shape, axes, operands) -> bool:

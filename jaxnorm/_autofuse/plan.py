@@ -59,8 +59,8 @@ def may_find(nodes: Iterable[FlatNode]) -> bool:
     for eqn in every_equation(eqns):
         if id(eqn) not in here and _is_root(eqn):
             return True
-        large = eqn.primitive.name in _MARKS and _bytes((*eqn.invars, *eqn.outvars))
-        if large >= costs.LEAST_BYTES:
+        marked, arrays = eqn.primitive.name in _MARKS, (*eqn.invars, *eqn.outvars)
+        if marked and _bytes(arrays) >= costs.LEAST_BYTES:
             return True
     return _spread_a_root(nodes)
 
@@ -88,9 +88,7 @@ def _spread_a_root(nodes: Iterable[FlatNode]) -> bool:
 
 def _elements(variables: Iterable) -> float:
     """How many elements the largest array has; infinitely many where that is not known."""
-    shapes = (getattr(v.aval, "shape", ()) for v in variables)
-    known = (math.prod(s) if all(isinstance(n, int) for n in s) else math.inf for s in shapes)
-    return max(known, default=0)
+    return max((costs.elements(getattr(v.aval, "shape", ())) for v in variables), default=0)
 
 
 def _bytes(variables: Iterable) -> float:

@@ -531,9 +531,8 @@ class _Scheduler:
 
     def _blocks_of_sums(self, threads, lanes, elements, shifted) -> int:
         """Blocks of a multiprocessor: a ring hides the latency of memory, what is left is that of instructions."""
-        if shifted or (
-            self.heavy and not self.phases.group_dims
-        ):  # one row at a time, or much to do
+        # Shifted rows are worked on one at a time.
+        if shifted or (self.heavy and not self.phases.group_dims):
             return -(-256 // threads)
         if self.phases.group_dims:  # more blocks would write more partial sums of each group
             return max(1, 128 // threads)

@@ -153,14 +153,14 @@ def can_run(program: Program, device: Device, plan: Plan) -> bool:
         and plan.threads * plan.blocks * 32 <= REGISTERS
         and _lanes_fit(plan)
         and (plan.cluster == 1 or device.clusters)
-        and _blocks_have_slots(program, plan)
+        and blocks_have_slots(program, plan)
         and (plan.source != "ring" or device.clusters)
         and plan.slots * plan.vector * plan.rows_at_once <= ELEMENTS_MAX
         and plan.blocks * (shared_bytes(program, plan) + 1024) <= device.shared_bytes + 1024
     )
 
 
-def _blocks_have_slots(program: Program, plan: Plan) -> bool:
+def blocks_have_slots(program: Program, plan: Plan) -> bool:
     """Whether each block of a cluster has a part of the row: a bulk copy of nothing is an error of the GPU."""
     before_last = (plan.cluster - 1) * part_slots(program, plan)
     return plan.source != "ring" or before_last < slot_count(program, plan)

@@ -418,7 +418,8 @@ def _linear_cross_entropy(
 def has_large_logits(closed) -> bool:
     """Whether a program takes maxima, as each softmax does, along what may be the classes of a large product.
 
-    What another product reads is no operand of a loss alone, but of backward code or of attention.
+    What another product reads, in any order of dimensions, is no operand of a loss alone, but of backward code or of
+    attention.
     """
     eqns = [*every_equation(open_jaxpr(closed)[0].eqns)]
     products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
@@ -427,11 +428,11 @@ def has_large_logits(closed) -> bool:
         if eqn.primitive.name == "reduce_max":
             shape = eqn.invars[0].aval.shape
             maxima.add((_size(shape), _size([shape[d] for d in eqn.params["axes"]])))
-    read = collections.Counter(v.aval.shape for eqn in products for v in eqn.invars)
+    read = collections.Counter(_long_dimensions(v) for eqn in products for v in eqn.invars)
     for eqn in products:
-        aval = eqn.outvars[0].aval
+        aval, dimensions = eqn.outvars[0].aval, _long_dimensions(eqn.outvars[0])
         size = _size(aval.shape)
-        alone = read[aval.shape] == [v.aval.shape for v in eqn.invars].count(aval.shape)
+        alone = read[dimensions] == [*map(_long_dimensions, eqn.invars)].count(dimensions)
         has_maxima = any((size, classes) in maxima for classes in _may_be_classes(eqn))
         if alone and has_maxima and size * aval.dtype.itemsize >= MIN_BYTES:
             return True
@@ -439,11 +440,15 @@ def has_large_logits(closed) -> bool:
 
 
 def _may_be_classes(product) -> Iterator[int]:
-    """For each operand of a product, the size of what is not contracted; none if it is a batch of products."""
-    contracted, batched = product.params["dimension_numbers"]
-    if not any(batched):
-        for v, dims in zip(product.invars, contracted, strict=True):
-            yield _size([n for d, n in enumerate(v.aval.shape) if d not in dims])
+    """For each operand of a product, the size of the dimensions that it alone has."""
+    for v, *shared in zip(product.invars, *product.params["dimension_numbers"], strict=True):
+        dims = {d for some in shared for d in some}
+        yield _size([n for d, n in enumerate(v.aval.shape) if d not in dims])
+
+
+def _long_dimensions(variable) -> tuple:
+    """Sizes of dimensions, equal for arrays that differ in their order and in dimensions of size 1 alone."""
+    return tuple(sorted((n for n in variable.aval.shape if n != 1), key=str))
 
 
 def _size(shape) -> int:

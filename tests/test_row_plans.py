@@ -423,6 +423,30 @@ def test_candidates(name, direction, architecture):
         assert "row_program" in emit(program, plan)
 
 
+def plan_of(name, rows, columns, device=H100):
+    return schedule(simplified(traced(name, "forward", (rows, columns))), device)
+
+
+@pytest.mark.parametrize("columns", [128, 768, 1024, 2048, 4096, 8192])
+def test_arrays_in_the_cache(columns):
+    """Blocks stay for several rows, where the L2 cache has all of them, so that parameters are read once a block."""
+    in_cache, beyond = (16 << 20) // (2 * columns), (32 << 20) // (2 * columns)
+    plan = plan_of("layer_norm", in_cache, columns)
+    assert (plan.source, plan.hoist, plan.rows_at_once) == ("ring", "registers", 2)
+    assert plan_of("layer_norm", beyond, columns).source == "registers"
+    # Each multiprocessor has too few rows, the program has no parameters, or the GPU has no bulk copies.
+    assert plan_of("layer_norm", (1 << 20) // (2 * columns), columns).source == "registers"
+    assert plan_of("soft_capped_softmax", in_cache, columns).source == "registers"
+    assert plan_of("layer_norm", in_cache, columns, DEVICES[80]).source == "registers"
+
+
+def test_few_long_rows_of_odd_length():
+    """They get large blocks, many of them small ones: each row's sums are added up by its block alone."""
+    few, many = (plan_of("entropy", rows, 50257) for rows in (8, 8192))
+    assert (few.source, few.threads) == ("stream", 1024)
+    assert (many.source, many.threads) == ("stream", 256)
+
+
 @pytest.mark.parametrize("columns", [32, 64, 72, 128])
 def test_candidates_of_narrow_rows(columns):
     """Each block of a cluster has columns: 8 blocks cannot share the 4 slots of 32 columns, nor 2 slots each of 9."""

@@ -27,6 +27,10 @@ REGISTERS_OTHER = 34
 # The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
 # row.
 LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
+# Where all arrays stay in the L2 cache, blocks fetch ahead rows of so many bytes, least and most, if each
+# multiprocessor has so many bytes of them.
+CACHED_ROWS = 256, 16 * 1024
+CACHED_PART = 8 * 1024
 # Elements of a row, or of a block's part of it, beyond which one block of 1024 threads is not enough.
 LONG_PART = 16 * 1024
 # The part of a ring's shared memory that rows may fill, where stages have parts of rows. The rest is fetched ahead.
@@ -137,7 +141,7 @@ class _Scheduler:
             source, cluster, long, vector, groups, group_rows, shifted, slots * elements, threads
         )
         passes = 1
-        if source == "ring" and cluster == 1 and not shifted:
+        if source == "ring" and cluster == 1 and not (shifted or self._in_cache):
             passes = self._passes(groups, at_once, group_rows)
         plan = Plan(
             source=source,
@@ -241,7 +245,7 @@ class _Scheduler:
             )
         if not self.phases.wholes and not self.sums and self.levels <= 1 and count >= 1024:
             return "stream"
-        if can_ring and self.levels and self._fetched_ahead():
+        if can_ring and self.levels and (self._fetched_ahead() or self._in_cache):
             return "ring"
         # Registers hold the data of a block of 1024 threads beside their work: 32 words for each thread.
         words = self.row_bytes / 4 + self.program.width * len(self.phases.row_sums)
@@ -261,6 +265,28 @@ class _Scheduler:
             return self.row_bytes > LONG_ROWS[0] * len(self.wholes)
         quick = self.levels == 1 and (len(self.wholes) > 1 or 2 * self.work <= FREE_INSTRUCTIONS)
         return self.row_bytes > LONG_ROWS[2 if quick else 1] * len(self.wholes)
+
+    @functools.cached_property
+    def _in_cache(self) -> bool:
+        """Whether operands of columns are much of what is read, as the L2 cache has all rows and results.
+
+        Blocks that stay for many rows read these operands once.
+        """
+        rows = math.prod(self.program.row_sizes)
+        row_bytes = self.row_bytes / max(1, len(self.wholes))
+        return (
+            bool(self.columns)
+            and not (self.sums or self.heavy or self._columns_vary)
+            and CACHED_ROWS[0] <= row_bytes <= CACHED_ROWS[1]
+            and isinstance(rows, int)
+            and rows * row_bytes >= self.device.multiprocessors * CACHED_PART
+            and rows * (self.row_bytes + self._written_bytes) <= self.device.l2_bytes
+        )
+
+    @functools.cached_property
+    def _written_bytes(self) -> int:
+        """Bytes of a row that are written."""
+        return sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
 
     @property
     def _columns_vary(self) -> bool:
@@ -318,9 +344,8 @@ class _Scheduler:
     @functools.cached_property
     def work(self) -> float:
         """Instructions for each byte from or to memory, if each phase computes everything again."""
-        stored = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
         instructions = sum(n.cost for phase in self.phases.evaluated(()) for n in phase)
-        return instructions * self.program.width / max(1, self.row_bytes + stored)
+        return instructions * self.program.width / max(1, self.row_bytes + self._written_bytes)
 
     @functools.cached_property
     def column_bytes(self) -> int:
@@ -383,13 +408,12 @@ class _Scheduler:
             and all(n.dtype.itemsize <= 4 for n in reductions)
         ):
             return None
-        written = sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
         return grid_shape(
             rows=rows,
             slots=count,
             line=slots_of_line(self.program, vector),
             row_bytes=self.row_bytes,
-            written_bytes=written,
+            written_bytes=self._written_bytes,
             words=exchanged_words(self.phases),
             row_words=rows * len(row_loads(self.program, self.phases)),
             elements=self.panels * vector,
@@ -443,7 +467,11 @@ class _Scheduler:
         if not self.wholes and not self.phases.wholes and self.program.width == 1:
             return 1
         if source == "stream":
-            return min(256 if shifted else 512, max(32, round_up(part, 32)))
+            rows = math.prod(self.program.row_sizes)
+            # Rows that do not fill the GPU with small blocks get the largest ones.
+            alone = isinstance(rows, int) and rows <= self.device.multiprocessors
+            most = 512 if not shifted else THREADS_MAX if alone else 256
+            return min(most, max(32, round_up(part, 32)))
         wanted = self._elements(source, part, cluster, vector, shifted)
         few = 16 if self.sums or self.columns else 32
         in_warp = 32 * few
@@ -488,6 +516,8 @@ class _Scheduler:
             rows = self.asked["rows_at_once"]
         elif cluster > 1 or (not long and not self.columns):
             rows = 1
+        elif source == "ring" and self._in_cache:
+            rows = 2 if elements * sum(i.dtype.itemsize for i in self.wholes) <= 64 else 1
         elif self.heavy and self.sums:
             # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
             rows = 2 if elements <= 16 and threads > 64 else 1
@@ -565,6 +595,9 @@ class _Scheduler:
         if self.sums and (self.heavy or self.levels) and not self._columns_vary:
             elements = plan.slots * plan.vector * self.panels
             return [self._blocks_of_sums(plan.threads, plan.lanes, elements, plan.shifted)]
+        if plan.source == "ring" and self._in_cache:
+            elements = plan.slots * plan.vector * self.panels
+            return [-(-(512 if elements <= 24 else 256) // plan.threads)]
         few = self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4)
         return [round(n / plan.threads) for n in ((512,) if few else (1024, 768, 512))]
 

@@ -466,6 +466,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "h100/batch_norm": functools.partial(_batch_norm, "h100", _TWO_PROGRAMS),
     "h200/softmax": functools.partial(_softmax, "h200", ("forward", "backward")),
     "h200/norm": functools.partial(_norm, "h200", _TWO_PROGRAMS),
+    # Arrays that the L2 cache keeps.
+    "h200-cached/norm": functools.partial(_norm, "h200-cached", DEFAULT_DIRECTIONS),
     "h200/cross_entropy": functools.partial(
         _cross_entropy, "h200", ("forward", "backward", "grad")
     ),
@@ -596,6 +598,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "h200/card": functools.partial(
         _card, "h200", [name for name in REPORTED if name != "batch_norm_inference"]
     ),
+    "h200-cached/card": functools.partial(_card, "h200-cached", NORMS),
     "models/card": _models_card,
     "models/losses": _models_losses,
     "fuse/card": _fuse_card,

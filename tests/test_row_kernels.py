@@ -116,6 +116,18 @@ def test_cases(name, direction, schedule_name):
         assert error(got, want) < limit
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("sizes", [(1101, 1024), (5003, 128)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_arrays_in_the_cache(name, sizes, dtype):
+    """More rows than blocks take at a time, the last ones fewer: the schedule of arrays that the L2 cache keeps."""
+    closed, arrays, exact = prepared(name, "forward", sizes, dtype)
+    assert schedule(simplified(closed), H100).source == "ring"
+    found = emulated(closed, arrays, resident_blocks=3)
+    for got, want in zip(found, exact, strict=True):
+        assert error(got, want) < TOLERANCE[dtype]
+
+
 def sums(x):
     return x.sum(1), (x * x).sum(1)
 

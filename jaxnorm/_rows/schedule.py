@@ -276,7 +276,7 @@ class _Scheduler:
         row_bytes = self.row_bytes / max(1, len(self.wholes))
         return (
             bool(self.columns)
-            and not (self.sums or self.heavy or self._columns_vary)
+            and not (self.sums or self.heavy or self._columns_vary or self._vector()[1])
             and CACHED_ROWS[0] <= row_bytes <= CACHED_ROWS[1]
             and isinstance(rows, int)
             and rows * row_bytes >= self.device.multiprocessors * CACHED_PART

@@ -5,28 +5,28 @@ when a program is traced first.
 """
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 import jax
 
-import jaxnorm
 from bench import timing, train
 from jaxnorm._measure import display
 
 
 def steps(case: train.TrainCase) -> tuple[dict[str, Callable], tuple]:
     """The plain step and the one under autofuse, and the shapes of what they take."""
-    found: list[Callable] = []
+    found: dict[str, Callable] = {}
 
-    def arrays():
-        _, batch, step, state = case.prepare(case.implementations[0])
-        found.append(step)
+    def arrays(name, implementation):
+        _, batch, found[name], state = case.prepare(implementation, platform="gpu")
         return state, *batch
 
-    shapes = jax.eval_shape(arrays)
-    return {"plain": found[0], "autofuse": jaxnorm.autofuse(found[0], platform="gpu")}, shapes
+    names = {"plain": case.implementations[0], "autofuse": "autofuse"}
+    shapes = [jax.eval_shape(functools.partial(arrays, *item)) for item in names.items()]
+    return found, shapes[0]
 
 
 def seconds(function: Callable, shapes: tuple, repeats: int) -> float:
@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = rich.table(title="tracing of training steps", caption="jax.make_jaxpr, wall-clock.")
     for name in ("case", "plain", "autofuse", ""):
         table.add_column(name, justify="right" if table.columns else "left")
-    # autofuse stands around the loss of ResNet, not around its step.
-    cases = [c for c in train.selected(options) if c.name != "resnet"]
+    cases = train.selected(options)
     with rich.progress() as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:

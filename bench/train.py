@@ -60,16 +60,21 @@ class TrainCase:
         recompute = " recompute" if self.sizes.get("recompute") else ""
         return f"{self.name}{recompute} {'x'.join(map(str, self.batch))} bfloat16"
 
-    def prepare(self, implementation: str) -> tuple:
-        """(model, batch, step, state), the last two as `_training.training_step` makes them."""
+    def prepare(self, implementation: str, platform: str | None = None) -> tuple:
+        """(model, batch, step, state), the last two as `_training.training_step` makes them.
+
+        autofuse is for `platform`, by default JAX's own.
+        """
         automatic = implementation == "autofuse"
         form = self.implementations[0] if automatic else implementation
         model, batch, optimizer = _PREPARE[self.name](self, form)
         if automatic and self.name == "resnet":  # batch norm is found in forward code
-            model = model._replace(loss_of=jaxnorm.autofuse(model.loss_of))
+            model = model._replace(loss_of=jaxnorm.autofuse(model.loss_of, platform=platform))
             automatic = False
         step, state = _training.training_step(model, optimizer)
-        return model, batch, jaxnorm.autofuse(step) if automatic else step, state
+        if automatic:
+            step = jaxnorm.autofuse(step, platform=platform)
+        return model, batch, step, state
 
 
 def _resnet(case, implementation):

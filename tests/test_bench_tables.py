@@ -45,7 +45,7 @@ def results(tmp_path, monkeypatch):
     for name in (f"{stem}.json" for stem in (f"{tables.TRAIN_DEVICE}-train", *ours)):
         timing.write_json(tmp_path / name, timing.read_json(tables.RESULTS / name))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    for device in ("h100", "h200"):
+    for device in ("h100", "h200", "h200-cached"):
         for op in (*tables.REPORTED, "program"):
             dtype = "bfloat16" if op in ("relu", "add_relu") else None
             records = [

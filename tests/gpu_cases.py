@@ -13,7 +13,7 @@ def rand(shape, dtype, seed=0):
     return jnp.asarray(values).astype(dtype)
 
 
-# Powers of two are where tiers meet; cases of the benchmark are what people use.
+# At powers of two schedules change.
 BOUNDARIES = sorted({max(1, (1 << k) + d) for k in range(18) for d in (-1, 0, 1)})
 # Of 132 parts that begin with a cache line, the last has a single slot of 16-bit elements.
 LITTLE_LEFT = 8 * (131 * 1000 + 1)

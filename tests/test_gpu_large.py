@@ -89,7 +89,7 @@ def test_norm_of_more_than_two_to_the_31_elements(op, columns):
         size = oracle.norm_vjp(row, row, scale, sizes=True, **options)[0][0]
         oracle.assert_close(bar[r], expected, "bfloat16", floor=32, size=size)
     del bar
-    # Rows come again after 61, so that the gradient of the scale is that of 61 rows with weights.
+    # The array repeats its first 61 rows: they have the same gradient of the scale if weighted by their number.
     bar = jax.jit(lambda x, s: jax.vjp(getattr(jaxnorm, op), x, s)[1](x)[1])(x, scale)
     distinct, times = np.asarray(x[:61]), np.bincount(np.arange(rows) % 61)[:, None]
     weighted = oracle.f64(distinct) * times

@@ -16,6 +16,13 @@ from bench import cases
 pytestmark = pytest.mark.gpu
 
 
+def each_norm(test):
+    """Runs a test for both norms, with a residual and without, in 16 bits and in 32."""
+    test = pytest.mark.parametrize("residual", [False, True])(test)
+    test = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])(test)
+    return pytest.mark.parametrize("op", cases.NORMS)(test)
+
+
 @pytest.mark.parametrize("op", cases.NORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("columns", [4096, 16003, 20000, 20001])
@@ -60,9 +67,7 @@ def test_layer_norm_of_rows_that_begin_far_from_their_mean(dtype, shape):
     assert np.abs(y[1]).max() < 1e-9
 
 
-@pytest.mark.parametrize("op", cases.NORMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("residual", [False, True])
+@each_norm
 @pytest.mark.parametrize(
     "shape", [(1, 257), (3, 1023), (5, 4095), (2, 9001), (7, 1500), (29, 100001), (37, 128257)]
 )
@@ -71,9 +76,7 @@ def test_norm_fewer_blocks_than_ways_to_lie(op, dtype, residual, shape):
     test_norm.check(op, rand(shape, dtype), "float32", residual=residual)
 
 
-@pytest.mark.parametrize("op", cases.NORMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("residual", [False, True])
+@each_norm
 @pytest.mark.parametrize(
     "shape",
     [
@@ -101,9 +104,7 @@ def test_norm_masked_rows_that_share_multiprocessors():
     test_norm.check("layer_norm", rand((403, 5120), "bfloat16"), "float32", mask=where)
 
 
-@pytest.mark.parametrize("op", cases.NORMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("residual", [False, True])
+@each_norm
 @pytest.mark.parametrize(
     "shape",
     [

@@ -429,7 +429,7 @@ def plan_of(name, rows, columns, device=H100):
 
 @pytest.mark.parametrize("columns", [128, 768, 1024, 2048, 4096, 8192])
 def test_arrays_in_the_cache(columns):
-    """Blocks stay for several rows, where the L2 cache has all of them, so that parameters are read once a block."""
+    """Blocks stay for several rows, and read parameters once, where the L2 cache has all rows and results."""
     in_cache, beyond = (16 << 20) // (2 * columns), (32 << 20) // (2 * columns)
     plan = plan_of("layer_norm", in_cache, columns)
     assert (plan.source, plan.hoist, plan.rows_at_once) == ("ring", "registers", 2)
@@ -441,7 +441,7 @@ def test_arrays_in_the_cache(columns):
 
 
 def test_few_long_rows_of_odd_length():
-    """They get large blocks, many of them small ones: each row's sums are added up by its block alone."""
+    """Few rows get large blocks, and many rows small ones: a block adds up the sums of its row alone."""
     few, many = (plan_of("entropy", rows, 50257) for rows in (8, 8192))
     assert (few.source, few.threads) == ("stream", 1024)
     assert (many.source, many.threads) == ("stream", 256)

@@ -90,7 +90,7 @@ class _Scheduler:
             from jaxnorm._rows.schedule_strided import strided_plan
 
             return strided_plan(self)
-        vector, shifted = self._vector()
+        vector, shifted = self._vector
         count = slots_of(self.program.width, vector, shifted)
         can_ring = self._can_ring(vector, shifted)
         if shape := self._grid(vector, count, can_ring and not shifted and self._can_cut(vector)):
@@ -190,6 +190,7 @@ class _Scheduler:
             return "registers"
         return "shared"
 
+    @functools.cached_property
     def _vector(self) -> tuple[int, bool]:
         """(columns of a slot, whether slots are shifted)."""
         width = self.program.width
@@ -272,16 +273,21 @@ class _Scheduler:
 
         Blocks that stay for many rows read these operands once.
         """
-        rows = math.prod(self.program.row_sizes)
         row_bytes = self.row_bytes / max(1, len(self.wholes))
         return (
             bool(self.columns)
-            and not (self.sums or self.heavy or self._columns_vary or self._vector()[1])
+            and not (self.sums or self.heavy or self._columns_vary or self._vector[1])
             and CACHED_ROWS[0] <= row_bytes <= CACHED_ROWS[1]
-            and isinstance(rows, int)
-            and rows * row_bytes >= self.device.multiprocessors * CACHED_PART
-            and rows * (self.row_bytes + self._written_bytes) <= self.device.l2_bytes
+            and self._rows is not None
+            and self._rows * row_bytes >= self.device.multiprocessors * CACHED_PART
+            and self._rows * (self.row_bytes + self._written_bytes) <= self.device.l2_bytes
         )
+
+    @functools.cached_property
+    def _rows(self) -> int | None:
+        """How many rows there are; None where that is not known."""
+        rows = math.prod(self.program.row_sizes)
+        return rows if isinstance(rows, int) else None
 
     @functools.cached_property
     def _written_bytes(self) -> int:
@@ -397,12 +403,12 @@ class _Scheduler:
         return self._with_registers(self._with_stages(plan, 2 * rounds))
 
     def _grid(self, vector, count, can_cut) -> GridShape | None:
-        rows = math.prod(self.program.row_sizes)
+        rows = self._rows
         reductions = [n for n in self.phases.order if n.op == "reduce"]
         if not (
             can_cut
             and self.levels
-            and isinstance(rows, int)
+            and rows is not None
             # Sums over rows must be the ones of a block's columns.
             and not any(n.attr[1] or n.attr[0] for n in self.phases.row_sums)
             and all(n.dtype.itemsize <= 4 for n in reductions)
@@ -467,10 +473,9 @@ class _Scheduler:
         if not self.wholes and not self.phases.wholes and self.program.width == 1:
             return 1
         if source == "stream":
-            rows = math.prod(self.program.row_sizes)
             # Rows that do not fill the GPU with small blocks get the largest ones.
-            alone = isinstance(rows, int) and rows <= self.device.multiprocessors
-            most = 512 if not shifted else THREADS_MAX if alone else 256
+            few_rows = self._rows is not None and self._rows <= self.device.multiprocessors
+            most = 512 if not shifted else THREADS_MAX if few_rows else 256
             return min(most, max(32, round_up(part, 32)))
         wanted = self._elements(source, part, cluster, vector, shifted)
         few = 16 if self.sums or self.columns else 32
@@ -517,6 +522,7 @@ class _Scheduler:
         elif cluster > 1 or (not long and not self.columns):
             rows = 1
         elif source == "ring" and self._in_cache:
+            # Registers hold 64 bytes of each of two rows beside the operands of columns.
             rows = 2 if elements * sum(i.dtype.itemsize for i in self.wholes) <= 64 else 1
         elif self.heavy and self.sums:
             # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
@@ -592,11 +598,10 @@ class _Scheduler:
 
     def _blocks(self, plan) -> list[int]:
         """How many there may be: more threads hide more latency, fewer have more registers."""
+        elements = plan.slots * plan.vector * self.panels
         if self.sums and (self.heavy or self.levels) and not self._columns_vary:
-            elements = plan.slots * plan.vector * self.panels
             return [self._blocks_of_sums(plan.threads, plan.lanes, elements, plan.shifted)]
         if plan.source == "ring" and self._in_cache:
-            elements = plan.slots * plan.vector * self.panels
             return [-(-(512 if elements <= 24 else 256) // plan.threads)]
         few = self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4)
         return [round(n / plan.threads) for n in ((512,) if few else (1024, 768, 512))]

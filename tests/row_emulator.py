@@ -185,15 +185,16 @@ def grid(call, shapes, resident_blocks) -> tuple[int, int, int, list[int]]:
     tiles = -(-(rows // groups) // call.rows_per_tile)
     if not call.blocks:
         return rows, tiles, groups, dims
-    limit = min(call.blocks, resident_blocks)
-    chunks = min(max(limit // groups, 1), tiles)
-    if chunks >= call.chunk_multiple:
-        chunks -= chunks % call.chunk_multiple
-    elif chunks < tiles:
-        chunks = min(call.chunk_multiple, tiles)
-        if groups * chunks > max(call.blocks, groups):
-            raise EmulatorError(f"{groups} groups of rows need {groups * chunks} blocks")
-    assert chunks * groups <= max(call.blocks, groups)
+    multiple = call.chunk_multiple
+    if multiple == 1:
+        chunks = min(max(min(call.blocks, resident_blocks) // groups, 1), tiles)
+    else:
+        # Beginning and end of a block take as long as 16 tiles.
+        time = lambda chunks: -(-groups * chunks // resident_blocks) * (-(-tiles // chunks) + 16)  # noqa: E731
+        possible = range(multiple, min(call.blocks // groups, tiles) + 1, multiple)
+        chunks = min(possible, key=time, default=min(multiple, tiles))
+    if groups * chunks > max(call.blocks, groups):
+        raise EmulatorError(f"{groups} groups of rows need {groups * chunks} blocks")
     return rows, chunks, groups, dims
 
 

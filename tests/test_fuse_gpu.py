@@ -351,6 +351,10 @@ SCHEDULES = {
     ],
     "stream": [{"source": "stream", "slots": 1}, {"source": "stream", "lanes": 64, "slots": 2}],
     "cluster": [{"source": "ring", "cluster": n, "lanes": 64} for n in (2, 4, 8)],
+    "steps": [
+        {"source": "ring", "cluster": n, "lag": lag, "lanes": 64}
+        for n, lag in ((1, 1), (2, 1), (4, 2))
+    ],
     "rows_at_once": [
         {"source": s, "rows_at_once": n, "lanes": 64} for s in ("registers", "ring") for n in (2, 4)
     ],
@@ -814,12 +818,13 @@ TOOLS = {
 def test_compute_sanitizer(tool):
     """Each buffer is an allocation, so that a read behind it is seen; nothing is captured in graphs."""
     shared = ["shared rows", "shared rows with sums", "shared rows in few stages"]
+    few_stages = [*shared[2:], "steps of a cluster in few stages"]
     without = {
         # Blocks that share rows look for tags in whatever the memory holds.
         "initcheck": shared,
         # A warp reads a stage's results, and its first lane arrives for the warp at the barrier before the stage is
         # used again. The tool orders the reads of the lane that arrives, and not the reads of the warp's other lanes.
-        "racecheck": shared[2:],
+        "racecheck": few_stages,
     }.get(tool, [])
     leave_out = [f"-{name}" for name in without]
     script = processes.SCRIPTS / "row_programs_sanitized.py"

@@ -451,8 +451,21 @@ def test_groups():
         (1, 5, 264, 264, 1, 5),  # no more chunks than tiles
         (32, 1000, 264, 264, 1, 8),
         (500, 10, 264, 264, 1, 1),  # more groups than blocks
-        (1, 1000, 264, 264, 7, 259),  # a multiple
+        (
+            1,
+            1000,
+            264,
+            264,
+            7,
+            252,
+        ),  # a multiple, with which a block has 4 tiles at most, as with 259
         (1, 5, 264, 264, 7, 5),  # fewer than the multiple
+        (1, 20, 264, 264, 7, 14),
+        (1, 8192, 132, 33, 8, 32),
+        (1, 8192, 132, 31, 8, 56),  # in two turns: of 24 in one turn, 7 of 31 places would be empty
+        (1, 64, 132, 31, 8, 24),  # with so few tiles a second turn would take longer
+        (2, 8192, 132, 31, 8, 56),
+        (1, 8192, 132, 7, 8, 56),
         (1, 1000, 264, 0, 1, 1),
     ],
 )

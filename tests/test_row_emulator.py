@@ -158,7 +158,7 @@ def test_launch_rules():
     call = sums_call(chunk_multiple=4)
     chunks = lambda limit, rows=50: row_emulator.grid(call, [(3, rows, 64)], limit)[1]  # noqa: E731
     # Fewer than the multiple of 4 only where there are fewer tiles.
-    assert [chunks(n) for n in (1, 9, 11, 12, 23, 39, 1000)] == [4, 4, 4, 4, 4, 12, 12]
+    assert [chunks(n) for n in (1, 9, 11, 12, 23, 39, 1000)] == [4, 4, 4, 4, 4, 8, 8]
     assert [chunks(1000, rows) for rows in (1, 8, 16, 23)] == [1, 2, 4, 4]
     rows, chunks, groups, dims = row_emulator.grid(
         make_call("", sizes=((0, 0, 1), (0, 1, 16), (-1, 5, 1)), rows_per_tile=2), [(3, 64)], 7

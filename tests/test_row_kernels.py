@@ -31,6 +31,7 @@ SCHEDULES = {
         "slots": 1,
         "rows_at_once": 2,
     },
+    "steps of a cluster": {"source": "ring", "cluster": 2, "lag": 2, "lanes": 64},
     "stream": {"source": "stream", "lanes": 64, "slots": 1},
 }
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 3e-6, "float64": 1e-12}

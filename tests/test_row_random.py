@@ -534,6 +534,7 @@ SCHEDULES = st.fixed_dictionaries(
         "source": st.sampled_from(["registers", "ring", "stream"]),
         "lanes": st.sampled_from([1, 2, 4, 8, 16, 32, 64, 96, 128, 256]),
         "cluster": st.sampled_from([1, 2, 4]),
+        "lag": st.sampled_from([1, 2]),
         "rows_at_once": st.sampled_from([1, 2, 4]),
         "vector": st.sampled_from([1, 2, 4, 8]),
         "hoist": st.sampled_from(("", "registers", "shared")),

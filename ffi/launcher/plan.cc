@@ -14,6 +14,8 @@ constexpr int64_t kMaxThreads = 1024;
 constexpr int64_t kMaxCluster = 16, kMaxCooperativeCluster = 4096;
 constexpr int64_t kBufferAlignment = 16;  // of XLA's buffers, at least
 constexpr int64_t kCooperative = 1, kEarly = 2;
+// A persistent block's beginning and end take about as long as so many tiles.
+constexpr int64_t kTilesOfStart = 16;
 
 std::string Text(int64_t number) { return std::to_string(number); }
 
@@ -216,6 +218,27 @@ Error CheckBuffers(const Plan& plan, const Buffers& buffers) {
   return Error::Success();
 }
 
+namespace {
+
+int64_t DivideUp(int64_t n, int64_t unit) { return n / unit + (n % unit != 0); }
+
+// How many blocks (or clusters) share the tiles of a group, of which the device holds `resident` at once.
+int64_t CountChunks(const RowTiles& tiling, int64_t groups, int64_t tiles, int64_t resident) {
+  if (tiling.blocks == 0) return tiles;
+  if (tiling.chunk_multiple == 1) return std::clamp<int64_t>(std::min(tiling.blocks, resident) / groups, 1, tiles);
+  // The largest multiple that the device holds may leave many multiprocessors idle. Of more blocks some begin when
+  // others have ended.
+  int64_t best = std::min(tiling.chunk_multiple, tiles), least = std::numeric_limits<int64_t>::max();
+  const int64_t most = std::min(tiling.blocks / groups, tiles);
+  for (int64_t chunks = tiling.chunk_multiple; chunks <= most; chunks += tiling.chunk_multiple) {
+    const int64_t time = DivideUp(groups * chunks, resident) * (DivideUp(tiles, chunks) + kTilesOfStart);
+    if (time < least) best = chunks, least = time;
+  }
+  return best;
+}
+
+}  // namespace
+
 Error CountRows(const Plan& plan, const Buffers& buffers, int64_t resident, Rows* rows) {
   const RowTiles& tiling = plan.rows;
   int64_t groups = 1, group_rows = 1;
@@ -237,21 +260,11 @@ Error CountRows(const Plan& plan, const Buffers& buffers, int64_t resident, Rows
   rows->chunks = 0;
   if (rows->rows == 0) return Error::Success();
 
-  const int64_t tiles = group_rows / tiling.rows_per_tile + (group_rows % tiling.rows_per_tile != 0);
-  int64_t chunks = tiles;
-  if (tiling.blocks > 0) {
-    const int64_t limit = std::min(tiling.blocks, std::max<int64_t>(resident, 1));
-    chunks = std::clamp<int64_t>(limit / groups, 1, tiles);
-    if (chunks >= tiling.chunk_multiple) {
-      chunks -= chunks % tiling.chunk_multiple;
-    } else if (chunks < tiles) {
-      // A smaller GPU than the plan was made for: some blocks wait for others.
-      chunks = std::min(tiling.chunk_multiple, tiles);
-      if (groups * chunks > std::max(tiling.blocks, groups)) {
-        return plan.Invalid(Text(groups) + " groups of rows need " + Text(groups * chunks) + " blocks, the plan has " +
-                            Text(tiling.blocks));
-      }
-    }
+  const int64_t tiles = DivideUp(group_rows, tiling.rows_per_tile);
+  const int64_t chunks = CountChunks(tiling, groups, tiles, std::max<int64_t>(resident, 1));
+  if (tiling.blocks > 0 && groups * chunks > std::max(tiling.blocks, groups)) {
+    return plan.Invalid(Text(groups) + " groups of rows need " + Text(groups * chunks) + " blocks, the plan has " +
+                        Text(tiling.blocks));
   }
   if (chunks > kMaxInt / groups) {
     return plan.Invalid(Text(rows->rows) + " rows in tiles of " + Text(tiling.rows_per_tile) + " need more than " +

@@ -7,7 +7,7 @@ rules       what each operation of jax.lax is in the graph
 algebra     the same results with fewer reductions and instructions; draws compares random bits instead of numbers
 schedule    which threads do what, as data
 emit        the CUDA text, over machine.cuh, exchange.cuh and functions.cuh. emit_kernel, emit_strided and
-            emit_grid are kinds of kernels; emit_memory, emit_reductions and emit_sums their parts
+            emit_steps are kinds of kernels; emit_memory, emit_reductions and emit_sums their parts
 call        what the launcher is told
 launcher    compiles and launches (ffi/launcher)
 save        what a forward pass keeps for the backward one

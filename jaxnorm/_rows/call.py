@@ -14,7 +14,7 @@ from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import DEVICES, Device, Plan
 from jaxnorm._rows.rules import Program, cached_program_of
 from jaxnorm._rows.schedule import schedule, with_fewer_blocks
-from jaxnorm._rows.schedule_grid import posts_of_row, sums_end_here
+from jaxnorm._rows.schedule_steps import posts_of_row, sums_end_here
 from jaxnorm._rows.shared_memory import exchanged_words, keeps_columns, shared_bytes
 
 # Bytes of registers that a thread may spill, stores and loads together: a few cost less than fewer threads.

@@ -8,7 +8,7 @@ results. A second kernel, whose name ends in `_finish`, adds the partial results
 import contextlib
 import functools
 
-from jaxnorm._rows.emit_grid import Grid
+from jaxnorm._rows.emit_steps import Steps
 from jaxnorm._rows.emit_sums import Finish
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.expressions import (
@@ -24,7 +24,7 @@ from jaxnorm._rows.rules import compute_dtype
 from jaxnorm._rows.text import product
 
 
-class Emitter(Grid):
+class Emitter(Steps):
     """The kernel as a whole: its rows, and its phases."""
 
     def text(self) -> str:
@@ -37,8 +37,8 @@ class Emitter(Grid):
             f'extern "C" __global__ void {cluster}{bounds} {self.kernel}({self._parameters()})'
         ):
             self._begin()
-            if self.plan.grid:
-                self._share_rows()
+            if self.plan.in_steps:
+                self._rows_in_steps()
             elif self.plan.persistent:
                 with self.w.block(
                     "for (int tile = chunk, turn = 0; tile < tiles; tile += chunks, ++turn)"
@@ -47,9 +47,9 @@ class Emitter(Grid):
             else:
                 self.w("const int tile = chunk;")
                 self._tile()
-            if not self.plan.grid:
+            if not self.plan.in_steps:
                 self._write_partial_sums()
-            if self.plan.clustered:
+            if self.plan.clustered and not self.plan.in_steps:
                 self.w("cluster_sync();  // no block may end while others write to its memory")
         if self.phases.row_sums and not self.direct:
             Finish(self).emit()
@@ -126,7 +126,7 @@ class Emitter(Grid):
             )
         if plan.source == "ring":
             self._ring()
-        if not plan.grid:
+        if not plan.in_steps:
             self._prepare()
 
     def _prepare(self):

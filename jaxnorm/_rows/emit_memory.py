@@ -166,7 +166,7 @@ class Memory(Base):
     @functools.cached_property
     def ahead(self) -> frozenset[Node]:
         """Operands with one number for a row that persistent blocks load a turn before."""
-        if not self.plan.persistent or self.plan.grid:
+        if not self.plan.persistent or self.plan.in_steps:
             return frozenset()
         found = (n for n in self.phases.order if n.op == "input" and n.row and not n.column)
         return frozenset(n for n in found if not self.program.inputs[n.attr[0]].layout.bits)
@@ -317,7 +317,7 @@ class Memory(Base):
         """
         w, plan, next_one = self.w, self.plan, f"({number} + {self.plan.stages})"
         tile, fetch = self._fetch_of(next_one)
-        if plan.parts or plan.grid:
+        if plan.parts or plan.in_steps:
             w("__syncwarp();")
             last = f"lane_of_warp == 0 && arrives_last(readers + {number} % {plan.stages})"
         else:

@@ -10,8 +10,9 @@ A row's data stay on chip between the phases of a program, which the row's reduc
               that its last phase has read
   stream      rows too long for the chip: each phase reads them again, which costs nothing where there is one phase
 
-Few rows that are very long are shared by blocks anywhere in the grid (`schedule_grid`). Rows that lie side by side,
-where the reduced axis is not the last one, have schedules of their own (`schedule_strided`).
+Of long rows several may be under way at once, each in a phase of its own: in clusters, and in groups of blocks anywhere
+in the grid, which share few rows that are very long (`schedule_steps`). Rows that lie side by side, where the reduced
+axis is not the last one, have schedules of their own (`schedule_strided`).
 """
 
 import dataclasses
@@ -77,10 +78,10 @@ class Plan:
       shifted: whether slots lie on the grid of the vectors in memory instead of beginning with the row: rows whose
         length is no multiple of the vector then still have aligned vectors.
       grid: how many times `cluster` blocks, which need not be a cluster, share rows and exchange what they have of them
-        through global memory; 0 where no blocks do. All blocks of the grid run at once. `threads` are `lanes` and the
-        warps of the exchange.
-      lag: of a grid, rows between the one that is in a phase and the one that is in the next phase.
-      exchangers: of a grid, warps for each exchange of a row.
+        through global memory; 0 where no blocks do. All blocks of the grid run at once.
+      lag: rows between the one that is in a phase and the one that is in the next phase; 0 where one row is under way.
+        Else `threads` are `lanes` and the warps of the exchange.
+      exchangers: where several rows are under way, warps for each exchange of a row.
       side: threads of a warp that have rows next to each other, where rows lie side by side (`schedule_strided`);
         otherwise 0.
     """
@@ -112,10 +113,17 @@ class Plan:
         return self.cluster > 1 and not self.grid
 
     @property
+    def in_steps(self) -> bool:
+        """Whether several rows are under way at once, each in a phase of its own (`emit_steps`)."""
+        return self.lag > 0
+
+    @property
     def groups(self) -> int:
         """Groups of lanes in a block, each with rows of its own."""
         return (
-            self.threads // self.lanes if (self.lanes <= 32 and not self.grid) or self.side else 1
+            self.threads // self.lanes
+            if (self.lanes <= 32 and not self.in_steps) or self.side
+            else 1
         )
 
     @property
@@ -151,4 +159,5 @@ class Plan:
             f"{self.threads} threads a block, {self.blocks} blocks a multiprocessor, {held}"
             f"{f', {self.side} threads side by side' if self.side else ''}"
             f"{', persistent' if self.persistent else ''}{', shifted' if self.shifted else ''}"
+            f"{f', {self.lag} rows from phase to phase' if self.in_steps else ''}"
         )

@@ -8,7 +8,7 @@ from jaxnorm._rows.graph import BOOL
 from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import THREADS_MAX, Device, Plan
 from jaxnorm._rows.rules import Program
-from jaxnorm._rows.schedule_grid import GridShape, grid_shape
+from jaxnorm._rows.schedule_steps import OTHER_SCHEDULES, StepsShape, cluster_shape, grid_shape
 from jaxnorm._rows.shared_memory import (
     exchanged_words,
     hoisted_layout,
@@ -94,8 +94,10 @@ class _Scheduler:
         count = slots_of(self.program.width, vector, shifted)
         can_ring = self._can_ring(vector, shifted)
         if shape := self._grid(vector, count, can_ring and not shifted and self._can_cut(vector)):
-            return self._plan_of_grid(shape, vector)
+            return self._plan_in_steps(shape, vector, shifted)
         source = self._source(count, count > SHORT_ROWS, can_ring)
+        if source == "ring" and (shape := self._steps_of_cluster(vector, count)):
+            return self._plan_in_steps(shape, vector, shifted)
         persistent = source == "ring" or self.sums
         if shifted and self.columns and not persistent and "vector" not in self.asked:
             # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
@@ -402,16 +404,15 @@ class _Scheduler:
         # More parts than two rows have would wait in any case.
         return self._with_registers(self._with_stages(plan, 2 * rounds))
 
-    def _grid(self, vector, count, can_cut) -> GridShape | None:
+    def _grid(self, vector, count, can_cut) -> StepsShape | None:
         rows = self._rows
-        reductions = [n for n in self.phases.order if n.op == "reduce"]
         if not (
             can_cut
             and self.levels
             and rows is not None
             # Sums over rows must be the ones of a block's columns.
             and not any(n.attr[1] or n.attr[0] for n in self.phases.row_sums)
-            and all(n.dtype.itemsize <= 4 for n in reductions)
+            and self._short_parts
         ):
             return None
         return grid_shape(
@@ -429,7 +430,44 @@ class _Scheduler:
             asked=self.asked,
         )
 
-    def _plan_of_grid(self, shape, vector) -> Plan:
+    def _steps_of_cluster(self, vector, count) -> StepsShape | None:
+        """How several rows are under way in a cluster; None where one row is at a time.
+
+        Where operands of columns fill the registers, a block has one row at a time, and waits while the blocks of its
+        cluster exchange. With more than two blocks, several rows under way take less time. So do few rows with several
+        operands, of which a multiprocessor has one block.
+        """
+        pair = 2 * (self.device.shared_bytes - 8192)
+        long = self._columns_stay and 2 * self.row_bytes + self.column_bytes > pair
+        few = self._rows is not None and self._rows <= self.device.multiprocessors
+        asked = "lag" in self.asked or (
+            (long or (few and self.cheap and len(self.wholes) > 1))
+            and not any(a in self.asked for a in OTHER_SCHEDULES)
+        )
+        can = self._short_parts and self._can_cut(vector) and self.levels and not self.sums
+        if not asked or not can:
+            return None
+        loads = len(row_loads(self.program, self.phases))
+        return cluster_shape(
+            rows=self._rows,
+            slots=count,
+            elements=self.panels * vector,
+            slot_bytes=[
+                i.panels * vector * i.dtype.itemsize for i in self.wholes if not i.layout.bits
+            ],
+            column_bytes=self.column_bytes // self.program.width,
+            words=exchanged_words(self.phases),
+            row_words=loads and loads * math.prod(self.program.row_sizes),
+            device=self.device,
+            asked=self.asked,
+        )
+
+    @property
+    def _short_parts(self) -> bool:
+        """Whether the partial result of each reduction is one word."""
+        return all(n.dtype.itemsize <= 4 for n in self.phases.order if n.op == "reduce")
+
+    def _plan_in_steps(self, shape, vector, shifted) -> Plan:
         elements = self.panels * vector * shape.slots
         return Plan(
             source="ring",
@@ -444,10 +482,10 @@ class _Scheduler:
             stages=shape.stages,
             blocks=1,
             persistent=True,
-            hoist="registers" if self.columns and elements <= 16 else "",
+            hoist="registers" if self.columns and (elements <= 16 or not shape.grid) else "",
             hold_shared=True,
             keep=frozenset(),
-            shifted=False,
+            shifted=shifted,
             grid=shape.grid,
             lag=shape.lag,
             exchangers=shape.exchangers,
@@ -619,7 +657,7 @@ class _Scheduler:
         ]  # fmt: skip
         keep: frozenset = frozenset()
         cost, pressure = self._weigh(plan, keep)
-        while plan.rounds == 1 and self.levels:
+        while plan.rounds == 1 and self.levels and not plan.in_steps:
             trials = []
             for node in candidates:
                 if node.number not in keep:

@@ -7,7 +7,7 @@ from jaxnorm._rows.graph import Node
 from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Program
-from jaxnorm._rows.schedule_grid import GridMemory, part_of_grid
+from jaxnorm._rows.schedule_steps import StepsMemory, part_of_grid
 
 LINE = 128  # bytes of a cache line
 ROW_LOADS = 1024  # rows whose labels, statistics and the like fit in shared memory
@@ -127,9 +127,15 @@ class SharedMemory:
 def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     """The stages come first; sums over rows, at the end, use the same place."""
     phases = Phases(program)
-    if plan.grid:
-        grid = grid_memory(program, plan)
-        return SharedMemory(grid.parts, 0, grid.barriers, grid.total, grid.total)
+    if plan.in_steps:
+        steps = steps_memory(program, plan)
+        return SharedMemory(
+            steps.parts,
+            0,
+            steps.barriers,
+            steps.total,
+            steps.total + hoisted_layout(program, plan, phases)[1],
+        )
     partials = plan.warps * plan.cluster * max(1, plan.side)
     partials = partials if plan.warps > 1 or plan.cluster > 1 else 0
     most = (
@@ -151,16 +157,17 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     return SharedMemory(start, words, barriers, operands, total)
 
 
-def grid_memory(program: Program, plan: Plan) -> GridMemory:
-    """Where shared memory is used, if blocks of a grid share rows."""
+def steps_memory(program: Program, plan: Plan) -> StepsMemory:
+    """Where shared memory is used, if several rows are under way at once."""
     phases = Phases(program)
     row_words = math.prod(program.row_sizes) * len(row_loads(program, phases))
-    return GridMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)
+    return StepsMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)
 
 
 def row_loads(program: Program, phases: Phases) -> list[Node]:
-    """What blocks of a grid load once for each row before all phases, unless rows are many."""
-    if math.prod(program.row_sizes) > ROW_LOADS:
+    """What blocks load once for each row before all phases where several are under way, unless rows are many."""
+    rows = math.prod(program.row_sizes)
+    if not isinstance(rows, int) or rows > ROW_LOADS:
         return []
     loads = [n for n in phases.order if n.op in ("input", "input_at") and n.row and not n.column]
     return [n for n in loads if n.dtype.itemsize <= 4 and not n.after]

@@ -7,6 +7,7 @@ program at hand. So an entry can make a program slow, but not wrong.
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -106,6 +107,9 @@ def candidates(program: Program, device: Device) -> list[Candidate]:
         if plan.source == "stream":
             for slots in (1, 2, 4, 8):
                 add(**base, slots=slots)
+    if device.clusters:
+        for cluster, lag in itertools.product(FIELDS["cluster"], (1, 2)):
+            add(source="ring", cluster=cluster, lag=lag)
     return list(found.values())
 
 

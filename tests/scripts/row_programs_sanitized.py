@@ -75,6 +75,12 @@ PROGRAMS = {
     "shared rows in few stages": (
         table.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5, "stages": 4},
     ),
+    "steps of a cluster": (
+        table.layer_norm, NORM, (200, 4096), {"source": "ring", "cluster": 4, "lag": 1, "lanes": 64, "stages": 8},
+    ),
+    "steps of a cluster in few stages": (
+        table.layer_norm, NORM, (600, 4096), {"source": "ring", "cluster": 4, "lag": 1, "lanes": 64},
+    ),
     "groups": (table.adaptive_layer_norm, ("whole", "group", "group"), (3, 40, 256), {}),
 }  # fmt: skip
 

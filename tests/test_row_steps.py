@@ -1,4 +1,7 @@
-"""Few, very long rows that blocks anywhere in the grid share: values on the CPU, plans, what NVRTC makes of them."""
+"""Long rows of which several are under way at once: values on the CPU, plans, what NVRTC makes of them.
+
+Blocks of a cluster share such rows, or blocks anywhere in the grid.
+"""
 
 import dataclasses
 import functools
@@ -142,9 +145,12 @@ def check(name, direction, rows, columns, asked, dtype=jnp.bfloat16, order="mixe
     arrays = drawn(name, rows, columns, np.dtype(dtype))
     *given, dy = arrays
     closed = program(name, direction, given)
-    plan = schedule(simplified(closed), SMALL, **asked)
-    assert plan.grid == asked["grid"]
-    call = row_call(closed, SMALL, plan)
+    device = SMALL if "grid" in asked else H100
+    plan = schedule(simplified(closed), device, **asked)
+    assert plan.in_steps
+    assert plan.grid == asked.get("grid", 0)
+    assert plan.cluster == asked.get("cluster", plan.cluster)
+    call = row_call(closed, device, plan)
     operands = given if direction == "forward" else arrays
     results = [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
     found = row_emulator.run(
@@ -152,7 +158,7 @@ def check(name, direction, rows, columns, asked, dtype=jnp.bfloat16, order="mixe
         operands,
         results,
         order=order,
-        resident_blocks=groups or plan.grid,
+        resident_blocks=groups or plan.grid or 2,
         with_scratch=True,
     )
     exact = [a.astype(np.float64) if a.dtype != np.int32 else a for a in arrays]
@@ -161,9 +167,10 @@ def check(name, direction, rows, columns, asked, dtype=jnp.bfloat16, order="mixe
         assert got.shape == want.shape
         limit = 1e-2 if got.dtype == jnp.bfloat16 else 1e-5
         assert error(got, want) < limit
-    # A later launch may find the tags that are left.
-    posts = found[-1].view(np.uint64).reshape(-1, 2)
-    assert (posts[:, 0] == 0).all()
+    if plan.grid:
+        # A later launch may find the tags that are left.
+        posts = found[-1].view(np.uint64).reshape(-1, 2)
+        assert (posts[:, 0] == 0).all()
     return plan, found
 
 
@@ -183,14 +190,36 @@ def test_values(name, direction, asked):
     check(name, direction, 7, 2048, GRIDS[asked])
 
 
+# Programs without sums over rows, of which clusters have several rows under way.
+WITHOUT_SUMS = [(name, "forward") for name in FUNCTIONS]
+WITHOUT_SUMS += [(name, "backward") for name in ("softmax", "log_softmax", "cross_entropy")]
+CLUSTERS = {
+    "one block": dict(cluster=1, lag=1),
+    "two blocks, longer lag": dict(cluster=2, lag=2, lanes=64),
+    "four blocks, several slots": dict(cluster=4, lag=1, lanes=32),
+    "more stages": dict(cluster=2, lag=1, stages=7, exchangers=2),
+}
+
+
+@needs_emulator
+@in_turn(case=WITHOUT_SUMS, asked=[*CLUSTERS], columns=[2048, 2051])
+def test_values_of_clusters(case, asked, columns):
+    """Each cluster has more rows than stages."""
+    check(*case, 61, columns, {"source": "ring", **CLUSTERS[asked]})
+
+
 @needs_emulator
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
 def test_values_in_any_order(order):
     """Which block or warp comes first changes no bit."""
-    asked = dict(grid=2, cluster=3, stages=4, lag=1)
-    for name, direction in (("layer_norm", "backward"), ("softmax", "forward")):
-        _, first = check(name, direction, 9, 1536, asked)
-        _, other = check(name, direction, 9, 1536, asked, order=order)
+    grid = dict(grid=2, cluster=3, stages=4, lag=1)
+    cluster = dict(source="ring", cluster=4, lanes=64)
+    cases = [(grid, 9, "layer_norm", "backward"), (grid, 9, "softmax", "forward")]
+    cases += [({**cluster, "lag": n}, 31, "layer_norm", "forward") for n in (1, 2)]
+    cases += [({**cluster, "lag": n}, 31, "softmax", "backward") for n in (1, 2)]
+    for asked, rows, name, direction in cases:
+        _, first = check(name, direction, rows, 1536, asked)
+        _, other = check(name, direction, rows, 1536, asked, order=order)
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -230,14 +259,14 @@ def plan_of(name, direction, rows, columns, device=H100, dtype=jnp.bfloat16, **a
 # The columns of test_row_plans.PLANS. Of rows that blocks share, 33*512 are the blocks of a group and the threads that
 # compute, and `lag` is how many rows later a row is in its next phase.
 PLANS = """
-layer_norm 64x131072 forward           8*512 4x8        1 512x2   ring 2       0 persistent hoist
+layer_norm 64x131072 forward           8*512 4x8        1 576x1   ring 6       0 persistent hoist lag 2
 layer_norm 64x131072 backward          44*384 1x8        1 896x1   ring 18      0 persistent hoist 3 groups, lag 8
-rms_norm 64x131072 forward             8*512 4x8        1 512x2   ring 2       0 persistent hoist
+rms_norm 64x131072 forward             8*512 4x8        1 544x1   ring 5       0 persistent hoist lag 2
 rms_norm 64x131072 backward            44*384 1x8        1 640x1   ring 18      0 persistent hoist 3 groups, lag 10
 softmax 64x131072 forward              2*1024 2x8*4      1 1024x1  ring 6       0 persistent
-softmax 64x131072 backward             4*1024 2x8*2      1 1024x1  ring 3       0 persistent
+softmax 64x131072 backward             8*512 4x8        1 544x1   ring 3       0 persistent lag 1
 log_softmax 64x131072 forward          2*1024 2x8*4      1 1024x1  ring 6       0 persistent
-log_softmax 64x131072 backward         4*1024 2x8*2      1 1024x1  ring 3       0 persistent
+log_softmax 64x131072 backward         8*512 4x8        1 544x1   ring 3       0 persistent lag 1
 cross_entropy 64x131072 forward          512 4x8*8      1 512x2   stream       0
 cross_entropy 64x131072 backward       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 layer_norm 32x65536 forward            16*512 1x8        1 768x1   ring 4       0 persistent hoist 8 groups, lag 2
@@ -293,10 +322,11 @@ cross_entropy 1x131072 backward        128*128 1x8        1 160x1   ring 1      
 """
 
 
-def grid_line(name, direction, shape, plan):
+def steps_line(name, direction, shape, plan):
     """A line of the table."""
     text = line(f"{name} {'x'.join(map(str, shape))}", direction, plan)
-    return f"{text} {plan.grid} groups, lag {plan.lag}" if plan.grid else text
+    groups = f" {plan.grid} groups," if plan.grid else ""
+    return f"{text}{groups} lag {plan.lag}" if plan.in_steps else text
 
 
 SHAPES = ((64, 131072), (32, 65536), (12, 131072), (16, 262144), (8, 1048576), (1, 131072))
@@ -305,7 +335,7 @@ SHAPES = ((64, 131072), (32, 65536), (12, 131072), (16, 262144), (8, 1048576), (
 def test_table_of_plans():
     """What `schedule` decides for few, very long rows."""
     found = [
-        grid_line(name, direction, shape, plan_of(name, direction, *shape))
+        steps_line(name, direction, shape, plan_of(name, direction, *shape))
         for shape in SHAPES
         for name in FUNCTIONS
         for direction in DIRECTIONS
@@ -326,7 +356,7 @@ def test_resources(shape, architecture):
         for direction in DIRECTIONS:
             closed = program(name, direction, avals(name, *shape))
             plan = schedule(simplified(closed), device)
-            if not plan.grid:
+            if not plan.in_steps:
                 continue
             assert device.clusters
             call = row_call(closed, device, plan)
@@ -335,7 +365,7 @@ def test_resources(shape, architecture):
             assert call.shared_bytes <= device.shared_bytes
             assert call.threads <= 1024
             assert plan.grid * plan.cluster <= device.multiprocessors
-            assert call.together
+            assert call.together == (plan.grid > 0)
             assert tune.can_run(simplified(closed), device, plan)
 
 
@@ -362,6 +392,35 @@ def test_where_rows_are_shared():
     assert not schedule(simplified(kept), H100).grid
 
 
+def test_where_clusters_have_several_rows():
+    """Long rows with operands of columns that fill registers, and few rows with two operands."""
+
+    def steps(*args, **asked):
+        plan = plan_of(*args, **asked)
+        return plan.in_steps and not plan.grid
+
+    assert steps("layer_norm", "forward", 2048, 65536)
+    assert steps("layer_norm", "forward", 2048, 50257)
+    assert steps("layer_norm", "forward", 2048, 32768, dtype=jnp.float32)
+    assert steps("rms_norm", "forward", 2048, 131072)
+    assert steps("softmax", "backward", 64, 131072)
+    for rows, columns in ((2048, 32768), (2048, 300_000)):
+        assert not steps("layer_norm", "forward", rows, columns)
+    assert not steps("layer_norm", "backward", 2048, 65536)
+    assert not steps("softmax", "backward", 256, 131072)
+    assert not steps("softmax", "forward", 64, 131072)
+    assert not steps("layer_norm", "forward", 2048, 65536, DEVICES[80])
+    for asked in (dict(source="ring"), dict(cluster=4), dict(blocks=2)):
+        assert not steps("layer_norm", "forward", 2048, 65536, **asked)
+    (rows,) = jax.export.symbolic_shape("rows")
+    assert steps("layer_norm", "forward", rows, 65536)
+    assert steps("cross_entropy", "backward", rows, 65536, source="ring", cluster=8, lag=1)
+    # The partial result of a float64 is two words.
+    with jax.enable_x64(True):
+        closed = jax.make_jaxpr(softmax)(jax.ShapeDtypeStruct((64, 16384), jnp.float64))
+        assert not schedule(simplified(closed), H100, source="ring", cluster=8, lag=1).in_steps
+
+
 def test_candidates():
     """What `tune` measures."""
     closed = program("softmax", "forward", avals("softmax", 32, 131072))
@@ -369,7 +428,8 @@ def test_candidates():
     plans = [plan for _, plan in found]
     assert plans[0].grid
     assert len({(plan.grid, plan.lag) for plan in plans}) > 6
-    assert any(not plan.grid for plan in plans)
+    assert any(not plan.in_steps for plan in plans)
+    assert any(plan.in_steps and not plan.grid for plan in plans)
     for asked, plan in found:
         assert schedule(simplified(closed), H100, **asked) == plan
         assert all(value in tune.FIELDS[field] for field, value in asked.items())

@@ -1,4 +1,4 @@
-"""Rows that blocks anywhere in the grid share: their exchange through global memory, and the loop over rows around it.
+"""Rows of which several are under way at once: the loop over rows, and the exchange within a cluster or a grid.
 
 The first warps of a block compute, the last ones exchange. In one step the computing warps put a row through its last
 phase, a later row through the phase before that one, and so on, and the newest row through its first phase. For each
@@ -8,6 +8,7 @@ reductions, and these barriers:
   filled    bulk copies have filled the stage
   summed    of each exchange: all computing warps have written their partial results
   known     of each exchange: an exchanging warp has written the results of its reductions
+  received  of each exchange in a cluster: the partial results of all blocks are there
   readers   all computing warps have ended the row's last phase; the stage and its other memory are then the next row's
 """
 
@@ -21,19 +22,19 @@ from jaxnorm._rows.expressions import accumulator, c_type, expression, words_of
 from jaxnorm._rows.graph import BOOL
 from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Program, compute_dtype
-from jaxnorm._rows.schedule_grid import POST_WORDS, posts_of_row, sums_end_here
-from jaxnorm._rows.shared_memory import exchanged_words, grid_memory, row_loads
+from jaxnorm._rows.schedule_steps import POST_WORDS, posts_of_row, sums_end_here
+from jaxnorm._rows.shared_memory import exchanged_words, row_loads, steps_memory
 
 
-class Grid(Sums, Reductions, abc.ABC):
-    """The rows of a group of blocks."""
+class Steps(Sums, Reductions, abc.ABC):
+    """The rows of a group of blocks, which is a cluster or anywhere in the grid."""
 
     def __init__(self, program: Program, plan: Plan, kernel: str):
         super().__init__(program, plan, kernel)
         #: whether a block writes results of sums over rows by itself
         self.direct = sums_end_here(program, plan)
-        if plan.grid:
-            self.shared = grid_memory(program, plan)
+        if plan.in_steps:
+            self.shared = steps_memory(program, plan)
             self.words = exchanged_words(self.phases)
             self.row_loads = row_loads(program, self.phases)
             self.row_count = math.prod(program.row_sizes)
@@ -60,14 +61,17 @@ class Grid(Sums, Reductions, abc.ABC):
         return self.plan.lanes // 32
 
     def _ring(self):
-        if not self.plan.grid:
+        if not self.plan.in_steps:
             super()._ring()
             return
-        w, stages, levels = self.w, self.plan.stages, self.levels
+        plan, w, levels = self.plan, self.w, self.levels
+        stages = plan.stages
         w(f"u64* const filled = (u64*)(shared + {self.shared.barriers});")
         w(f"u64* const readers = filled + {stages};")
         w(f"u64* const summed = filled + {2 * stages};  // {stages} for each exchange")
         w(f"u64* const known = filled + {(2 + levels) * stages};")
+        if plan.clustered:
+            w(f"u64* const received = filled + {(2 + 2 * levels) * stages};")
         self._define_fetch()
         with w.block("if (thread == 0)"):
             with w.block(f"for (int stage = 0; stage < {stages}; ++stage)"):
@@ -76,11 +80,13 @@ class Grid(Sums, Reductions, abc.ABC):
                 with w.block(f"for (int exchange = 0; exchange < {levels}; ++exchange)"):
                     w(f"barrier_init(summed + exchange * {stages} + stage, {self._warps});")
                     w(f"barrier_init(known + exchange * {stages} + stage, 1);")
+                    if plan.clustered:
+                        w(f"barrier_init(received + exchange * {stages} + stage, 1);")
             w("barriers_ready();")
-        w("__syncthreads();")
+        w("cluster_sync();" if plan.clustered else "__syncthreads();")
         self._fetch_first_stages()
 
-    def _share_rows(self):
+    def _rows_in_steps(self):
         plan, w = self.plan, self.w
         w("const int turns = (tiles - chunk + chunks - 1) / chunks;")
         if self.row_loads:
@@ -178,7 +184,7 @@ class Grid(Sums, Reductions, abc.ABC):
 
     def _exchange_warps(self, number, reductions, maxima, partials):
         """Hands a warp's partial results to the warp that exchanges them."""
-        if not self.plan.grid:
+        if not self.plan.in_steps:
             super()._exchange_warps(number, reductions, maxima, partials)
             return
         w = self.w
@@ -198,7 +204,6 @@ class Grid(Sums, Reductions, abc.ABC):
         reductions = self.phases.reductions[level]
         maxima = self._maxima(reductions)
         others = [n for n in reductions if n not in maxima and not n.attr[0].endswith("below_max")]
-        posts, first = -(-len(reductions) // POST_WORDS), posts_of_row(self.words[:level])
         helper = (
             f"for (int turn = helper % {plan.exchangers}; turn < turns; turn += {plan.exchangers})"
         )
@@ -208,39 +213,83 @@ class Grid(Sums, Reductions, abc.ABC):
             return f"((const {c_type(accumulator(n))}*)({array} + {place}))[{q}]"
 
         with w.block(f'_Pragma("unroll 1") {helper}'):
-            w("const u64 row = (u64)first_row + (u32)(chunk + turn * chunks);")
-            w(
-                f"char* const own_posts = posts + (row * {posts_of_row(self.words)} + {first}) * {16 * blocks};"
-            )
             w(f"const u32* const parts = {self._parts(level)};")
-            own = f"helper * {self.shared.gathered_words}"
-            w(f"u32* const gathered = (u32*)(shared + {self.shared.gathered}) + {own};")
+            if blocks > 1:
+                w(
+                    f"u32* const gathered = (u32*)(shared + {self.shared.gathered}) + {self._gathered(level)};"
+                )
             for n in reductions:
                 w(f"{c_type(accumulator(n))} {self._acc(n, 0)};")
             w(f"barrier_wait({self._barrier('summed', level)}, {self._parity()});")
             of_warps = functools.partial(part, "parts", self._warps)
             self._add_parts_together(reductions, maxima, others, self._warps, of_warps)
             words = [f"*(u32*)&{self._acc(n, 0)}" for n in reductions]
-            with w.block("if (lane_of_warp == 0)"):
-                for post in range(posts):
-                    low, high = [*words, "0u"][POST_WORDS * post :][:POST_WORDS]
-                    w(
-                        f"post_write(own_posts + ({post * blocks} + rank) * 16, to_u64({low}, {high}));"
-                    )
-            self._gather(reductions, posts)
-            w("__syncwarp();")
-            of_blocks = functools.partial(part, "gathered", blocks)
-            self._add_parts_together(reductions, maxima, others, blocks, of_blocks)
+            if plan.grid:
+                self._exchange_posts(level, reductions, words)
+            elif blocks > 1:
+                self._exchange_in_cluster(level, words)
+            if blocks > 1:
+                of_blocks = functools.partial(part, "gathered", blocks)
+                self._add_parts_together(reductions, maxima, others, blocks, of_blocks)
             with w.block("if (lane_of_warp == 0)"):
                 w(f"u32* const results = {self._results()} + {sum(self.words[:level])};")
                 for place, word in enumerate(words):
                     w(f"results[{place}] = {word};")
                 w(f"barrier_arrive({self._barrier('known', level)});")
-            w("const int left_before = lane_of_warp == 0 ? post_count(own_posts) : 0;")
-            with w.block(f"if (__shfl_sync(~0u, left_before, 0) == {blocks - 1})"):
+            if plan.grid:
+                self._clear_posts(level)
+
+    def _gathered(self, level) -> str:
+        """Where the partial results of all blocks begin.
+
+        Blocks of a cluster send them to a place of the row's stage. In a grid a warp copies them from the posts to a
+        place of its own.
+        """
+        sets = self.shared.gathered_sets
+        return f"({level * sets} + turn % {sets}) * {self.shared.gathered_words}"
+
+    def _exchange_in_cluster(self, level, words):
+        """Sends a block's results to all blocks of the cluster, and waits for the results of all blocks.
+
+        The places of row r are written again for row r + stages. A block that sends for that row has ended the step
+        before, and so has the results of row r + stages - lag - 1 of the same exchange. Each block gave its part of
+        these results when it had the results of row r, because there are more than 2 x lag stages. So each block has
+        read the places of row r.
+        """
+        w, blocks = self.w, self.plan.cluster
+        received = self._barrier("received", level)
+        w(f"if (lane_of_warp == 0) barrier_expect({received}, {4 * blocks * len(words)}u);")
+        with w.block(f"if (lane_of_warp < {blocks})"):
+            for place, word in enumerate(words):
                 w(
-                    f"for (int q = lane_of_warp; q < {posts * blocks}; q += 32) post_clear(own_posts + q * 16);"
+                    f"cluster_send(gathered + {place * blocks} + rank, lane_of_warp, {word}, {received});"
                 )
+        w(f"barrier_wait({received}, {self._parity()});")
+
+    def _exchange_posts(self, level, reductions, words):
+        """Writes a block's results where all blocks of the grid read them, and reads the results of all blocks."""
+        w, blocks = self.w, self.plan.cluster
+        posts, first = -(-len(reductions) // POST_WORDS), posts_of_row(self.words[:level])
+        w("const u64 row = (u64)first_row + (u32)(chunk + turn * chunks);")
+        w(
+            f"char* const own_posts = posts + (row * {posts_of_row(self.words)} + {first}) * {16 * blocks};"
+        )
+        with w.block("if (lane_of_warp == 0)"):
+            for post in range(posts):
+                low, high = [*words, "0u"][POST_WORDS * post :][:POST_WORDS]
+                w(f"post_write(own_posts + ({post * blocks} + rank) * 16, to_u64({low}, {high}));")
+        self._gather(reductions, posts)
+        w("__syncwarp();")
+
+    def _clear_posts(self, level):
+        """Removes the tags of a row's posts if this is the last block that has read them."""
+        w, blocks = self.w, self.plan.cluster
+        posts = -(-self.words[level] // POST_WORDS)
+        w("const int left_before = lane_of_warp == 0 ? post_count(own_posts) : 0;")
+        with w.block(f"if (__shfl_sync(~0u, left_before, 0) == {blocks - 1})"):
+            w(
+                f"for (int q = lane_of_warp; q < {posts * blocks}; q += 32) post_clear(own_posts + q * 16);"
+            )
 
     def _gather(self, reductions, posts):
         """Reads the posts of all blocks, all of a lane's posts at once, until all are there."""

@@ -1,8 +1,10 @@
-"""Few rows that are very long: groups of blocks share them, and exchange partial results through global memory.
+"""Long rows that several blocks share: which blocks, and how many rows are under way at once.
 
-Each block of a group has the same columns of all rows of the group. It fetches its parts of the rows ahead into the
-stages of a ring. Several rows are under way at once: while one is in the first phase, an earlier one is in the second
-phase, because its exchange has ended. So threads that compute do not wait for exchanges.
+Blocks of a cluster share rows, and exchange partial results through their shared memory. Few rows that are very long
+are shared by a group of blocks anywhere in the grid, which exchange through global memory. Each block has the same
+columns of all of its rows. It fetches its parts of the rows ahead into the stages of a ring. Several rows are under way
+at once: while one is in the first phase, an earlier one is in the second phase, because its exchange has ended. So
+threads that compute do not wait for exchanges.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ EXCHANGING_WARPS = 16
 EXCHANGERS = 8
 # Bytes that a block writes while an exchange is under way, 2.5 us.
 EXCHANGE_BYTES = 56 * 1024
-# Partial results in a post, which is 16 bytes (`emit_grid`).
+# Partial results in a post, which is 16 bytes (`emit_steps`).
 POST_WORDS = 2
 # A block reads and writes a row of so many bytes in the time of two exchanges: shorter rows are not shared.
 LEAST_ROW_BYTES = 128 * 1024
@@ -35,13 +37,15 @@ SUMS_OF_BLOCK = 24 * 1024
 # Threads of a block that compute in a group which shares such rows. 128 more threads exchange, so that each thread has
 # 128 registers.
 LANES_OF_SUMS = 384
-# What is asked of a schedule that shares no rows between blocks of a grid.
+# Elements that a thread has in a block of a cluster, at most, and registers for operands of columns.
+ELEMENTS_OF_CLUSTER, REGISTERS_OF_COLUMNS = 32, 64
+# What is asked of a schedule whose rows are not under way in steps.
 OTHER_SCHEDULES = ("source", "cluster", "parts", "rows_at_once", "blocks")
 
 
 @dataclasses.dataclass(frozen=True)
-class GridShape:
-    """The fields of a `Plan` whose rows are shared by blocks of a grid."""
+class StepsShape:
+    """The fields of a `Plan` of which several rows are under way at once."""
 
     grid: int
     cluster: int
@@ -54,14 +58,15 @@ class GridShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class GridMemory:
+class StepsMemory:
     """Where a block's shared memory is used, in bytes. The stages come first.
 
     Attributes:
       parts: offset of the partial results of warps, for each stage.
       known: offset of the results of reductions, for each stage.
       gathered: offset of the partial results of all blocks, for each warp that exchanges.
-      gathered_words: how many each of these warps has.
+      gathered_words: how many a place for them has.
+      gathered_sets: places for them of each exchange: one a stage, or one for each warp that exchanges.
       rows: offset of what is loaded for each row.
       barriers: offset of the barriers.
       total: bytes.
@@ -71,13 +76,14 @@ class GridMemory:
     known: int
     gathered: int
     gathered_words: int
+    gathered_sets: int
     rows: int
     barriers: int
     total: int
 
     @classmethod
-    def of(cls, plan, words: tuple[int, ...], stage_bytes: int, row_words: int) -> "GridMemory":
-        """The memory of a `Plan` or `GridShape`.
+    def of(cls, plan, words: tuple[int, ...], stage_bytes: int, row_words: int) -> "StepsMemory":
+        """The memory of a `Plan` or `StepsShape`.
 
         Args:
           plan: the schedule.
@@ -90,10 +96,20 @@ class GridMemory:
         known = parts + stages * all_words * (plan.lanes // 32) * 4
         gathered = known + stages * all_words * 4
         gathered_words = max(words, default=0) * plan.cluster
-        rows = gathered + len(words) * plan.exchangers * gathered_words * 4
+        gathered_sets = plan.exchangers if plan.grid else stages
+        rows = gathered + len(words) * gathered_sets * gathered_words * 4
         barriers = _round_up(rows + row_words * 4, 128)
-        total = barriers + 8 * stages * (2 + 2 * len(words))
-        return cls(parts, known, gathered, gathered_words, rows, barriers, _round_up(total, 128))
+        total = barriers + 8 * stages * (2 + (2 if plan.grid else 3) * len(words))
+        return cls(
+            parts,
+            known,
+            gathered,
+            gathered_words,
+            gathered_sets,
+            rows,
+            barriers,
+            _round_up(total, 128),
+        )
 
 
 def posts_of_row(words: tuple[int, ...]) -> int:
@@ -121,7 +137,7 @@ def grid_shape(
     heavy,
     device,
     asked,
-) -> GridShape | None:
+) -> StepsShape | None:
     """How blocks of a grid share rows; None where they should not, or cannot.
 
     Args:
@@ -178,7 +194,7 @@ def grid_shape(
         warps //= 4 if crowded else 2
     exchangers = min(EXCHANGERS, warps // levels, own_rows)
     exchangers = asked.get("exchangers") or max(1, exchangers)
-    shape = GridShape(
+    shape = StepsShape(
         grid=groups,
         cluster=-(-slots // part),
         lanes=lanes,
@@ -189,7 +205,7 @@ def grid_shape(
         threads=0,
     )
     room = device.shared_bytes
-    while shape.stages and GridMemory.of(shape, words, stage_bytes, row_words).total > room:
+    while shape.stages and StepsMemory.of(shape, words, stage_bytes, row_words).total > room:
         shape = dataclasses.replace(shape, stages=shape.stages - 1)
     # A warp that waits at a stage's barrier knows that the stage's last row is past it.
     exchangers = min(exchangers, shape.stages)
@@ -206,6 +222,54 @@ def grid_shape(
         -EXCHANGE_BYTES // (part * (written_bytes or row_bytes) // slots)
     )
     return dataclasses.replace(shape, lag=max(1, min(wanted, most_lag)))
+
+
+def cluster_shape(
+    *, rows, slots, elements, slot_bytes, column_bytes, words, row_words, device, asked
+) -> StepsShape | None:
+    """How the blocks of a cluster share rows; None where they cannot.
+
+    Args:
+      rows: how many there are; None where that is not known.
+      slots: of a row's panel.
+      elements: of a slot, in all panels.
+      slot_bytes: of a slot in all panels, for each operand that stages have.
+      column_bytes: of one column in all operands that rows share.
+      words: partial results of each exchange.
+      row_words: what is loaded for all rows.
+      device: for which the schedule is made.
+      asked: what is asked of the schedule.
+    """
+    levels, exchangers = len(words), asked.get("exchangers", 1)
+    most = min(ELEMENTS_OF_CLUSTER, REGISTERS_OF_COLUMNS * 4 // max(1, column_bytes))
+    clusters = [c for c in (1, 2, 4, 8) if c >= min(8, device.multiprocessors // (rows or 1024))]
+    for lag in (asked["lag"],) if "lag" in asked else (2, 1):
+        for cluster in (asked["cluster"],) if "cluster" in asked else clusters:
+            part = -(-slots // cluster)
+            slots_of_thread = -(-part // asked.get("lanes", LANES))
+            lanes = _round_up(-(-part // slots_of_thread), 32)
+            # While rows are in phases, two more are fetched. A place of partial results is written again when all
+            # blocks have read it (`emit_steps`).
+            least = max(levels * lag + 2, 2 * lag + 1)
+            shape = StepsShape(
+                grid=0,
+                cluster=cluster,
+                lanes=lanes,
+                slots=slots_of_thread,
+                stages=asked.get("stages", least),
+                lag=lag,
+                exchangers=exchangers,
+                threads=lanes + 32 * levels * exchangers,
+            )
+            stage_bytes = sum(_round_up(part * size, 128) for size in slot_bytes)
+            memory = StepsMemory.of(shape, words, stage_bytes, row_words).total
+            if (
+                slots_of_thread * elements <= most
+                and memory <= device.shared_bytes
+                and shape.stages >= max(least, exchangers)
+            ):
+                return shape
+    return None
 
 
 def _groups(rows, slots, line, multiprocessors) -> int:

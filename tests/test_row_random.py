@@ -634,6 +634,8 @@ def emulated(asked, order, resident, architecture, closed, arrays):
     hypothesis.note(str(plan))
     if plan.slots * plan.vector * plan.rows_at_once > 256 or plan.threads < 32 < 32 * plan.lanes:
         hypothesis.reject()  # more than a thread's registers, less than a warp
+    if plan.cluster > 1 and plan.threads % 32:
+        hypothesis.reject()  # the lanes of a warp send to the blocks of a cluster
     if not tune.blocks_have_slots(simplified(closed), plan):
         hypothesis.reject()
     call = row_call(closed, device, plan)

@@ -209,6 +209,33 @@ def test_values_of_clusters(case, asked, columns):
 
 
 @needs_emulator
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(grid=1, cluster=2),
+        dict(source="ring", cluster=2, lag=1, lanes=32),
+        # One warp has the whole row, and its partial results go the same way.
+        dict(source="ring", cluster=1, lag=1, lanes=32),
+    ],
+)
+def test_an_element_whose_place_is_a_result(asked):
+    """A number of a row that is loaded between phases."""
+
+    def function(x):
+        place = jnp.max(jnp.abs(x.astype(jnp.int32)) % 8, -1, keepdims=True)
+        return x + jnp.take_along_axis(x, place, -1)
+
+    x = (np.random.default_rng(0).normal(size=(9, 512)) * 3).astype(np.float32)
+    closed = jax.make_jaxpr(function)(x)
+    device = SMALL if "grid" in asked else H100
+    plan = schedule(simplified(closed), device, **asked)
+    assert plan.in_steps
+    avals = [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
+    found = row_emulator.run(row_call(closed, device, plan), [x], avals, resident_blocks=2)
+    np.testing.assert_array_equal(found[0], function(x))
+
+
+@needs_emulator
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
 def test_values_in_any_order(order):
     """Which block or warp comes first changes no bit."""

@@ -85,7 +85,7 @@ class Reductions(Memory):
                     w(f"{self._acc(n, u)} = {self._maximum(n, u)};")
         self._exchange_lanes(reductions, maxima, min(plan.lanes, 32))
         partials = plan.warps * plan.cluster
-        if partials > 1:
+        if partials > 1 or plan.in_steps:
             self._exchange_warps(number, reductions, maxima, partials)
         for n in reductions:
             self.done.add(n)

@@ -170,7 +170,7 @@ def row_loads(program: Program, phases: Phases) -> list[Node]:
     if not isinstance(rows, int) or rows > ROW_LOADS:
         return []
     loads = [n for n in phases.order if n.op in ("input", "input_at") and n.row and not n.column]
-    return [n for n in loads if n.dtype.itemsize <= 4 and not n.after]
+    return [n for n in loads if n.dtype.itemsize <= 4 and not n.after and not n.level]
 
 
 def exchanged_words(phases: Phases) -> tuple[int, ...]:

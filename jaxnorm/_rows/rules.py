@@ -507,13 +507,16 @@ def _concatenate(builder, equation, *operands):
 def _pad(builder, equation, source, padding):
     config = equation.params["padding_config"]
     changed = [i for i, c in enumerate(config) if any(c)]
-    _column_dim(builder, equation, equation.outputs[0], changed, "pads")
     if not changed:
         return source
+    source_value, result = equation.inputs[0], equation.outputs[0]
+    # One column has no axis of its own.
+    whole = source_value if result.aval.shape[changed[0]] == 1 else result
+    _column_dim(builder, equation, whole, changed, "pads")
     low, high, _ = config[changed[0]]
     width = builder.graph.width
     # One column is a panel where panels are one column wide.
-    inner = builder.lift(source, equation.inputs[0].aval.shape[changed[0]] // width)
+    inner = builder.lift(source, source_value.aval.shape[changed[0]] // width)
     inner = inner[max(0, -low) // width : len(inner) - max(0, -high) // width]
     return [*padding * (max(0, low) // width), *inner, *padding * (max(0, high) // width)]
 

@@ -9,6 +9,7 @@ memory, and neighbouring rows lie next to each other.
 """
 
 import dataclasses
+import itertools
 import math
 
 from jaxnorm._rows.dimensions import (
@@ -226,11 +227,21 @@ class View:
         for dim, places in zip(self.dims(equation.inputs[0]), limits, strict=True):
             self._cuts += [(dim[0], place, equation) for place in places if dim]
 
+    def _cut_between(self, equation, whole, dim, sizes):
+        """Cuts a dimension of an array between its pieces, of which those of size 1 have no axis."""
+        axes = self.dims(whole)[dim]
+        self._cuts += [(axes[0], place, equation) for place in itertools.accumulate(sizes) if axes]
+
     def _relate_split(self, equation):
         self._relate_along(equation, equation.inputs)
+        sizes, axis = equation.params["sizes"], equation.params["axis"]
+        self._cut_between(equation, equation.inputs[0], axis, sizes)
 
     def _relate_concatenate(self, equation):
         self._relate_along(equation, equation.inputs)
+        dim = equation.params["dimension"]
+        sizes = [v.aval.shape[dim] for v in equation.inputs]
+        self._cut_between(equation, equation.outputs[0], dim, sizes)
 
     def _relate_rev(self, equation):
         self._relate_along(equation, equation.inputs)
@@ -246,7 +257,7 @@ class View:
                 raise equation.refuse("has interior padding")
             # Negative padding, which the gradient of padding has, cuts.
             places = [(b, low)] if low > 0 else [(a, -low)] if low < 0 else []
-            places += [(a, n + high)] if high < 0 else []
+            places += [(b, low + n)] if high > 0 else [(a, n + high)] if high < 0 else []
             self._cuts += [(dim[0], place, equation) for dim, place in places if dim]
 
     def _relate_long(self, equation, first, second):

@@ -209,6 +209,21 @@ def test_transformations():
         jax.tree.map(compare, *both())
 
 
+def test_constants_that_a_dtype_does_not_have():
+    """They become infinite without a warning, as in XLA."""
+    x = X.astype(jnp.float16)
+
+    def function(x):
+        mask = jnp.full(x.shape, -1e9, jnp.float32).astype(x.dtype)
+        cube = jnp.full(x.shape, 1e30, jnp.float32) ** 3
+        y = jax.nn.softmax(jnp.where(x > 0, x, mask), -1)
+        return jnp.where(cube.astype(x.dtype) > 1, y, 0)
+
+    for platform in ("cpu", "gpu"):
+        fused = jaxnorm.autofuse(function, platform=platform)
+        np.testing.assert_array_equal(jax.jit(fused)(x), jax.jit(function)(x))
+
+
 def test_softmax_that_is_not_differentiated_is_left_to_xla():
     """The cost model: XLA fuses it with its neighbours. Not if there is a mask or bias, or with another axis."""
     fused = jaxnorm.autofuse(jax.nn.softmax)

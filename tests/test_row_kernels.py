@@ -163,6 +163,19 @@ def test_joined_sums(parts, options):
         assert error(got, want) < 1e-5
 
 
+def test_constants_that_a_dtype_does_not_have():
+    """They become infinite, as in XLA."""
+
+    def function(x):
+        limit = jnp.full(x.shape, 1e200, jnp.float64).astype(jnp.float32)
+        return [jnp.where(x.sum(-1, keepdims=True) > 0, x, limit)]
+
+    with jax.enable_x64(True):
+        x = np.float32([[1, 2, 3, 4], [-1, -2, -3, -4]])
+        (found,) = emulated(jax.make_jaxpr(function)(x), [x])
+    np.testing.assert_array_equal(found, [x[0], np.full(4, np.inf)])
+
+
 def number(x):
     return x.sum(-1, keepdims=True)
 

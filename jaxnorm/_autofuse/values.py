@@ -100,6 +100,17 @@ def unconverted(node: Node) -> Node:
     return node
 
 
+def _power(base: float, exponent: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float64(base) ** exponent)
+
+
+def _stored(value, dtype) -> float:
+    """A number as arrays of a dtype have it: the -1e9 of a mask is -inf in float16."""
+    with np.errstate(over="ignore"):
+        return float(np.asarray(value).astype(dtype))
+
+
 _FOLD = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -110,7 +121,7 @@ _FOLD = {
     "neg": lambda a: -a,
     "sqrt": lambda a: math.sqrt(a) if a >= 0 else math.nan,
     "rsqrt": lambda a: 1 / math.sqrt(a) if a > 0 else math.nan,
-    "power": lambda a, *, exponent: a**exponent if a > 0 else math.nan,
+    "power": lambda a, *, exponent: _power(a, float(exponent)) if a > 0 else math.nan,
     "gt": lambda a, b: float(a > b),
     "ge": lambda a, b: float(a >= b),
     "lt": lambda a, b: float(a < b),
@@ -245,7 +256,7 @@ class Values:
             and (is_float(dtype) or dtype == np.bool_)
         ):
             value = _FOLD[op](*constants, **dict(params))
-            return self.constant(float(np.asarray(value).astype(dtype)), dtype, shape)
+            return self.constant(_stored(value, dtype), dtype, shape)
         if not is_float(dtype):
             return None
         if op == "power":
@@ -271,7 +282,7 @@ class Values:
         if view.node.dtype == dtype:
             return view
         if constant is not None and (is_float(dtype) or dtype == np.bool_ or constant.is_integer()):
-            return self.constant(float(np.asarray(constant).astype(dtype)), dtype, shape)
+            return self.constant(_stored(constant, dtype), dtype, shape)
         if view.node.op == "convert" and view.node.args[0].node.dtype == bool:
             inner = view.node.args[0]
             return self.apply(

@@ -253,7 +253,8 @@ class Graph:
         if a.dtype == dtype:
             return a
         if is_literal(a) and (dtype.kind == "f" or a.dtype.kind in "iub"):
-            return self.literal(np.asarray(a.attr, a.dtype).astype(dtype).item(), dtype)
+            with np.errstate(over="ignore"):
+                return self.literal(np.asarray(a.attr, a.dtype).astype(dtype).item(), dtype)
         return self.node("convert", (a,), dtype=dtype)
 
     def is_at(self, label: Node, offset: int) -> Node:

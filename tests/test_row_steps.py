@@ -436,6 +436,11 @@ def test_where_clusters_have_several_rows():
     assert not steps("layer_norm", "backward", 2048, 65536)
     assert not steps("softmax", "backward", 256, 131072)
     assert not steps("softmax", "forward", 64, 131072)
+    # Arrays in the L2 cache have schedules of their own.
+    x, scale = jax.ShapeDtypeStruct((132, 8192), jnp.bfloat16), avals("layer_norm", 1, 8192)[1]
+    residual = jax.make_jaxpr(lambda x, y, scale: layer_norm(x + y, scale, scale))(x, x, scale)
+    assert schedule(simplified(residual), H100).source == "ring"
+    assert not schedule(simplified(residual), H100).in_steps
     assert not steps("layer_norm", "forward", 2048, 65536, DEVICES[80])
     for asked in (dict(source="ring"), dict(cluster=4), dict(blocks=2)):
         assert not steps("layer_norm", "forward", 2048, 65536, **asked)

@@ -434,15 +434,15 @@ class _Scheduler:
         """How several rows are under way in a cluster; None where one row is at a time.
 
         Where operands of columns fill the registers, a block has one row at a time, and waits while the blocks of its
-        cluster exchange. With more than two blocks, several rows under way take less time. So do few rows with several
-        operands, of which a multiprocessor has one block.
+        cluster exchange. With more than two blocks, several rows under way take less time. So do few rows of several
+        arrays, of which a multiprocessor has one block.
         """
         pair = 2 * (self.device.shared_bytes - 8192)
         long = self._columns_stay and 2 * self.row_bytes + self.column_bytes > pair
         few = self._rows is not None and self._rows <= self.device.multiprocessors
+        few = few and self.cheap and len(self.wholes) > 1 and not self.columns
         asked = "lag" in self.asked or (
-            (long or (few and self.cheap and len(self.wholes) > 1))
-            and not any(a in self.asked for a in OTHER_SCHEDULES)
+            (long or few) and not any(a in self.asked for a in OTHER_SCHEDULES)
         )
         can = self._short_parts and self._can_cut(vector) and self.levels and not self.sums
         if not asked or not can:

@@ -195,11 +195,7 @@ class Steps(Sums, Reductions, abc.ABC):
             w(f"barrier_arrive({self._barrier('summed', number)});")
 
     def _exchanging_warp(self, level):
-        """Combines the partial results of a block's warps, and then of all blocks that share the row.
-
-        A post (exchange.cuh) has two partial results. The low bits of the tag of a row's first post count the blocks
-        that have read the row's posts. The last of these blocks removes the tags.
-        """
+        """Combines the partial results of a block's warps, and then of all blocks that share the row."""
         plan, w, blocks = self.plan, self.w, self.plan.cluster
         reductions = self.phases.reductions[level]
         maxima = self._maxima(reductions)
@@ -267,7 +263,10 @@ class Steps(Sums, Reductions, abc.ABC):
         w(f"barrier_wait({received}, {self._parity()});")
 
     def _exchange_posts(self, level, reductions, words):
-        """Writes a block's results where all blocks of the grid read them, and reads the results of all blocks."""
+        """Writes a block's results where all blocks of the grid read them, and reads the results of all blocks.
+
+        A post (exchange.cuh) has two of them.
+        """
         w, blocks = self.w, self.plan.cluster
         posts, first = -(-len(reductions) // POST_WORDS), posts_of_row(self.words[:level])
         w("const u64 row = (u64)first_row + (u32)(chunk + turn * chunks);")
@@ -282,7 +281,10 @@ class Steps(Sums, Reductions, abc.ABC):
         w("__syncwarp();")
 
     def _clear_posts(self, level):
-        """Removes the tags of a row's posts if this is the last block that has read them."""
+        """Counts this block as one that has read a row's posts. The last one removes their tags.
+
+        The low bits of the tag of the row's first post are the count.
+        """
         w, blocks = self.w, self.plan.cluster
         posts = -(-self.words[level] // POST_WORDS)
         w("const int left_before = lane_of_warp == 0 ? post_count(own_posts) : 0;")

@@ -396,7 +396,7 @@ def reduce_float(run, x, y, c):
         jnp.sum, jnp.max, jnp.mean, jnp.var, jax.nn.logsumexp,
         lambda x, *a, **k: jax.nn.softmax(x), lambda x, *a, **k: jax.nn.log_softmax(x),
         lambda x, *a, **k: x - jnp.mean(x, -1, keepdims=True),
-        lambda x, *a, **k: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3),
+        lambda x, *a, **k: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 2**-10),
         lambda x, *a, **k: x / (1 + jnp.sum(jnp.abs(x), -1, keepdims=True)),
     ]  # fmt: skip
     return functions[c % len(functions)](x, -1, keepdims=True)

@@ -189,8 +189,11 @@ def grid(call, shapes, resident_blocks) -> tuple[int, int, int, list[int]]:
     if multiple == 1:
         chunks = min(max(min(call.blocks, resident_blocks) // groups, 1), tiles)
     else:
-        # Beginning and end of a block take as long as 16 tiles.
-        time = lambda chunks: -(-groups * chunks // resident_blocks) * (-(-tiles // chunks) + 16)  # noqa: E731
+
+        def time(chunks):
+            """In tiles. Beginning and end of a block take as long as 16 of them."""
+            return -(-groups * chunks // resident_blocks) * (-(-tiles // chunks) + 16)
+
         possible = range(multiple, min(call.blocks // groups, tiles) + 1, multiple)
         chunks = min(possible, key=time, default=min(multiple, tiles))
     if groups * chunks > max(call.blocks, groups):

@@ -451,14 +451,7 @@ def test_groups():
         (1, 5, 264, 264, 1, 5),  # no more chunks than tiles
         (32, 1000, 264, 264, 1, 8),
         (500, 10, 264, 264, 1, 1),  # more groups than blocks
-        (
-            1,
-            1000,
-            264,
-            264,
-            7,
-            252,
-        ),  # a multiple, with which a block has 4 tiles at most, as with 259
+        (1, 1000, 264, 264, 7, 252),  # a multiple: blocks have up to 4 tiles, as 259 would
         (1, 5, 264, 264, 7, 5),  # fewer than the multiple
         (1, 20, 264, 264, 7, 14),
         (1, 8192, 132, 33, 8, 32),

@@ -190,7 +190,7 @@ def test_values(name, direction, asked):
     check(name, direction, 7, 2048, GRIDS[asked])
 
 
-# Programs without sums over rows, of which clusters have several rows under way.
+# Programs without sums over rows: a cluster may have several of their rows under way.
 WITHOUT_SUMS = [(name, "forward") for name in FUNCTIONS]
 WITHOUT_SUMS += [(name, "backward") for name in ("softmax", "log_softmax", "cross_entropy")]
 CLUSTERS = {

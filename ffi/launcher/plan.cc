@@ -222,12 +222,12 @@ namespace {
 
 int64_t DivideUp(int64_t n, int64_t unit) { return n / unit + (n % unit != 0); }
 
-// How many blocks (or clusters) share the tiles of a group, of which the device holds `resident` at once.
+// How many blocks (or clusters) share the tiles of a group. The device holds `resident` blocks (or clusters) at once.
 int64_t CountChunks(const RowTiles& tiling, int64_t groups, int64_t tiles, int64_t resident) {
   if (tiling.blocks == 0) return tiles;
   if (tiling.chunk_multiple == 1) return std::clamp<int64_t>(std::min(tiling.blocks, resident) / groups, 1, tiles);
-  // The largest multiple that the device holds may leave many multiprocessors idle. Of more blocks some begin when
-  // others have ended.
+  // The largest multiple that the device holds may leave many multiprocessors idle. If there are more blocks than it
+  // holds, some begin when others have ended.
   int64_t best = std::min(tiling.chunk_multiple, tiles), least = std::numeric_limits<int64_t>::max();
   const int64_t most = std::min(tiling.blocks / groups, tiles);
   for (int64_t chunks = tiling.chunk_multiple; chunks <= most; chunks += tiling.chunk_multiple) {

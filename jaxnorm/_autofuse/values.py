@@ -18,6 +18,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm._rows.graph import stored
+
 # A mapping says for each dimension of one thing which dimension of another it is; None for a broadcast one.
 Mapping = tuple
 
@@ -103,12 +105,6 @@ def unconverted(node: Node) -> Node:
 def _power(base: float, exponent: float) -> float:
     with np.errstate(over="ignore"):
         return float(np.float64(base) ** exponent)
-
-
-def _stored(value, dtype) -> float:
-    """A number as arrays of a dtype have it: the -1e9 of a mask is -inf in float16."""
-    with np.errstate(over="ignore"):
-        return float(np.asarray(value).astype(dtype))
 
 
 _FOLD = {
@@ -256,7 +252,7 @@ class Values:
             and (is_float(dtype) or dtype == np.bool_)
         ):
             value = _FOLD[op](*constants, **dict(params))
-            return self.constant(_stored(value, dtype), dtype, shape)
+            return self.constant(float(stored(value, dtype)), dtype, shape)
         if not is_float(dtype):
             return None
         if op == "power":
@@ -282,7 +278,7 @@ class Values:
         if view.node.dtype == dtype:
             return view
         if constant is not None and (is_float(dtype) or dtype == np.bool_ or constant.is_integer()):
-            return self.constant(_stored(constant, dtype), dtype, shape)
+            return self.constant(float(stored(constant, dtype)), dtype, shape)
         if view.node.op == "convert" and view.node.args[0].node.dtype == bool:
             inner = view.node.args[0]
             return self.apply(

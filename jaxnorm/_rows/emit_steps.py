@@ -211,20 +211,18 @@ class Steps(Sums, Reductions, abc.ABC):
         with w.block(f'_Pragma("unroll 1") {helper}'):
             w(f"const u32* const parts = {self._parts(level)};")
             if blocks > 1:
-                w(
-                    f"u32* const gathered = (u32*)(shared + {self.shared.gathered}) + {self._gathered(level)};"
-                )
+                w(f"u32* const gathered = {self._gathered(level)};")
             for n in reductions:
                 w(f"{c_type(accumulator(n))} {self._acc(n, 0)};")
             w(f"barrier_wait({self._barrier('summed', level)}, {self._parity()});")
             of_warps = functools.partial(part, "parts", self._warps)
             self._add_parts_together(reductions, maxima, others, self._warps, of_warps)
             words = [f"*(u32*)&{self._acc(n, 0)}" for n in reductions]
-            if plan.grid:
-                self._exchange_posts(level, reductions, words)
-            elif blocks > 1:
-                self._exchange_in_cluster(level, words)
             if blocks > 1:
+                if plan.grid:
+                    self._exchange_posts(level, reductions, words)
+                else:
+                    self._exchange_in_cluster(level, words)
                 of_blocks = functools.partial(part, "gathered", blocks)
                 self._add_parts_together(reductions, maxima, others, blocks, of_blocks)
             with w.block("if (lane_of_warp == 0)"):
@@ -242,7 +240,8 @@ class Steps(Sums, Reductions, abc.ABC):
         place of its own.
         """
         sets = self.shared.gathered_sets
-        return f"({level * sets} + turn % {sets}) * {self.shared.gathered_words}"
+        place = f"({level * sets} + turn % {sets}) * {self.shared.gathered_words}"
+        return f"(u32*)(shared + {self.shared.gathered}) + {place}"
 
     def _exchange_in_cluster(self, level, words):
         """Sends a block's results to all blocks of the cluster, and waits for the results of all blocks.
@@ -250,7 +249,7 @@ class Steps(Sums, Reductions, abc.ABC):
         The places of row r are written again for row r + stages. A block that sends for that row has ended the step
         before, and so has the results of row r + stages - lag - 1 of the same exchange. Each block gave its part of
         these results when it had the results of row r, because there are more than 2 x lag stages. So each block has
-        read the places of row r.
+        read the places of row r. A block ends when it has the results of its last row, and nothing is sent to it then.
         """
         w, blocks = self.w, self.plan.cluster
         received = self._barrier("received", level)

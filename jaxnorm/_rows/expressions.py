@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from jaxnorm._rows.graph import AS_ELEMENT, BOOL, DOUBLE, FLOAT, Node
+from jaxnorm._rows.graph import AS_ELEMENT, BOOL, DOUBLE, FLOAT, Node, stored
 
 C_TYPES = {
     "float32": "float",
@@ -57,8 +57,7 @@ def literal(value, dtype) -> str:
         if math.isnan(value):
             return f"NOT_A_NUMBER{wide}"
         if dtype == FLOAT:
-            with np.errstate(over="ignore"):
-                value = float(np.float32(value))
+            value = float(stored(value, FLOAT))
         if math.isinf(value):
             return f"INFINITE{wide}" if value > 0 else f"(-INFINITE{wide})"
         text = repr(value)

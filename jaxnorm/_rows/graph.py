@@ -99,6 +99,12 @@ def _is_normal(value: float, dtype) -> bool:
     return value == 0 or float(info.tiny) <= abs(value) <= float(info.max)
 
 
+def stored(number, dtype) -> np.ndarray:
+    """A number as arrays of a dtype have it: the -1e9 of a mask is -inf in float16."""
+    with np.errstate(over="ignore"):
+        return np.asarray(number).astype(dtype)
+
+
 class Graph:
     """Makes nodes. The constructors below simplify what costs more than it needs to."""
 
@@ -253,8 +259,7 @@ class Graph:
         if a.dtype == dtype:
             return a
         if is_literal(a) and (dtype.kind == "f" or a.dtype.kind in "iub"):
-            with np.errstate(over="ignore"):
-                return self.literal(np.asarray(a.attr, a.dtype).astype(dtype).item(), dtype)
+            return self.literal(stored(np.asarray(a.attr, a.dtype), dtype).item(), dtype)
         return self.node("convert", (a,), dtype=dtype)
 
     def is_at(self, label: Node, offset: int) -> Node:

@@ -14,7 +14,7 @@ from jaxnorm._rows.shared_memory import (
     hoisted_layout,
     in_row_order,
     round_up,
-    row_loads,
+    row_words,
     shared_bytes,
     slots_of,
     slots_of_line,
@@ -322,8 +322,7 @@ class _Scheduler:
         # An exchange within a block costs less than one between blocks.
         room = self.device.shared_bytes - 8192
         if self._columns_stay:
-            needed = 2 * self.row_bytes + self.column_bytes
-            return next(c for c in (1, 2, 4, 8) if needed <= room * c)
+            return self._blocks_with_columns
         width, whole = self.program.width * self.panels, room // 2
         most = 2 * LONG_PART if not self.sums else 256 * 32 if self.heavy else 512 * 24
         alone = LONG_PART if self.cheap and not self.sums else most
@@ -362,10 +361,15 @@ class _Scheduler:
     @functools.cached_property
     def _columns_stay(self) -> bool:
         """Whether long rows are held whole because reading column operands for each would cost more than the row."""
-        room = 8 * (self.device.shared_bytes - 8192)
-        fits = 2 * self.row_bytes + self.column_bytes <= room
         little = 2 * self.work <= FREE_INSTRUCTIONS
+        fits = bool(self._blocks_with_columns)
         return not self.sums and little and fits and self.column_bytes > self.row_bytes
+
+    @functools.cached_property
+    def _blocks_with_columns(self) -> int:
+        """Blocks of the smallest cluster whose memory has a row twice beside the operands of columns; 0 if none has."""
+        needed, room = 2 * self.row_bytes + self.column_bytes, self.device.shared_bytes - 8192
+        return next((c for c in (1, 2, 4, 8) if needed <= room * c), 0)
 
     def _plan_of_parts(self, vector, count, shifted) -> Plan:
         def cluster_of(rows):
@@ -405,24 +409,23 @@ class _Scheduler:
         return self._with_registers(self._with_stages(plan, 2 * rounds))
 
     def _grid(self, vector, count, can_cut) -> StepsShape | None:
-        rows = self._rows
         if not (
             can_cut
             and self.levels
-            and rows is not None
+            and self._rows is not None
             # Sums over rows must be the ones of a block's columns.
             and not any(n.attr[1] or n.attr[0] for n in self.phases.row_sums)
             and self._short_parts
         ):
             return None
         return grid_shape(
-            rows=rows,
+            rows=self._rows,
             slots=count,
             line=slots_of_line(self.program, vector),
             row_bytes=self.row_bytes,
             written_bytes=self._written_bytes,
             words=exchanged_words(self.phases),
-            row_words=rows * len(row_loads(self.program, self.phases)),
+            row_words=row_words(self.program, self.phases),
             elements=self.panels * vector,
             sums=len(self.phases.row_sums),
             heavy=self.heavy,
@@ -437,8 +440,7 @@ class _Scheduler:
         cluster exchange. With more than two blocks, several rows under way take less time. So do few rows of several
         arrays, of which a multiprocessor has one block.
         """
-        pair = 2 * (self.device.shared_bytes - 8192)
-        long = self._columns_stay and 2 * self.row_bytes + self.column_bytes > pair
+        long = self._columns_stay and self._blocks_with_columns > 2
         few = self._rows is not None and self._rows <= self.device.multiprocessors
         few = few and self.cheap and len(self.wholes) > 1 and not self.columns
         asked = "lag" in self.asked or (
@@ -447,7 +449,6 @@ class _Scheduler:
         can = self._short_parts and self._can_cut(vector) and self.levels and not self.sums
         if not asked or not can:
             return None
-        loads = len(row_loads(self.program, self.phases))
         return cluster_shape(
             rows=self._rows,
             slots=count,
@@ -457,7 +458,7 @@ class _Scheduler:
             ],
             column_bytes=self.column_bytes // self.program.width,
             words=exchanged_words(self.phases),
-            row_words=loads and loads * math.prod(self.program.row_sizes),
+            row_words=row_words(self.program, self.phases),
             device=self.device,
             asked=self.asked,
         )

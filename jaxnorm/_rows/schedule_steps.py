@@ -64,9 +64,10 @@ class StepsMemory:
     Attributes:
       parts: offset of the partial results of warps, for each stage.
       known: offset of the results of reductions, for each stage.
-      gathered: offset of the partial results of all blocks, for each warp that exchanges.
-      gathered_words: how many a place for them has.
-      gathered_sets: places for them of each exchange: one a stage, or one for each warp that exchanges.
+      gathered: offset of the places for the partial results of all blocks.
+      gathered_words: words of such a place.
+      gathered_sets: how many places each exchange has: one for each stage in a cluster, one for each of the exchange's
+        warps in a grid.
       rows: offset of what is loaded for each row.
       barriers: offset of the barriers.
       total: bytes.

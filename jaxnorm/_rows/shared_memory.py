@@ -129,13 +129,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     phases = Phases(program)
     if plan.in_steps:
         steps = steps_memory(program, plan)
-        return SharedMemory(
-            steps.parts,
-            0,
-            steps.barriers,
-            steps.total,
-            steps.total + hoisted_layout(program, plan, phases)[1],
-        )
+        return SharedMemory(steps.parts, 0, steps.barriers, steps.total, steps.total)
     partials = plan.warps * plan.cluster * max(1, plan.side)
     partials = partials if plan.warps > 1 or plan.cluster > 1 else 0
     most = (
@@ -160,8 +154,14 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
 def steps_memory(program: Program, plan: Plan) -> StepsMemory:
     """Where shared memory is used, if several rows are under way at once."""
     phases = Phases(program)
-    row_words = math.prod(program.row_sizes) * len(row_loads(program, phases))
-    return StepsMemory.of(plan, exchanged_words(phases), stage_bytes(program, plan), row_words)
+    stage, words = stage_bytes(program, plan), exchanged_words(phases)
+    return StepsMemory.of(plan, words, stage, row_words(program, phases))
+
+
+def row_words(program: Program, phases: Phases) -> int:
+    """Words of `row_loads` for all rows."""
+    loads = len(row_loads(program, phases))
+    return loads and loads * math.prod(program.row_sizes)
 
 
 def row_loads(program: Program, phases: Phases) -> list[Node]:

@@ -114,7 +114,7 @@ gated_rms_norm_65536 forward           2*1024 2x8*2      1 1024x1  ring 3       
 gated_rms_norm_65536 backward          8*512 2x8        1 512x1   ring 2       1 persistent hoist
 gated_rms_norm_131072 forward          4*1024 2x8*2      1 1024x1  ring 3       0 persistent
 gated_rms_norm_131072 backward         8*512 4x8        1 512x1   ring 2       1 persistent hoist
-layer_norm_gelu_64 forward                 8 1x8       64 256x2   registers    0
+layer_norm_gelu_64 forward                 4 2x8      128 256x2   registers    0
 layer_norm_gelu_64 backward                8 1x8       64 256x1   ring 3       2 persistent hoist
 layer_norm_gelu_128 forward                8 2x8       64 256x2   registers    0
 layer_norm_gelu_128 backward               8 2x8       64 256x1   ring 2       2 persistent hoist

@@ -205,9 +205,8 @@ class Emitter(Steps):
             for u in self.rows:
                 w(f"{c_type(accumulator(n))} {self._acc(n, u)} = {identity(n)};")
             if self._packed(n):
-                lowest = "0xff80ff80u" if self._packed(n) == "bfloat16" else "0xfc00fc00u"
                 for pair in self._pairs(n):
-                    w(f"u32 {pair} = {lowest};")
+                    w(f"u32 {pair} = {self._lowest(n)};")
         if number == 0:
             for k in sorted(plan.keep):
                 node = next(n for n in self.phases.order if n.number == k)
@@ -296,10 +295,14 @@ class Emitter(Steps):
         inputs = [n for n, from_registers in items if n.op == "input" and not from_registers]
         element = functools.partial(self._element, items, only_packed, fed, last=last, keep=keep)
         outputs = self.phases.wholes if last else []
-        self._slot(inputs, packed, loaded, outputs, element)
+        leaves_out = bool(fed) or (last and self.phases.row_sums)
+        self._slot(inputs, packed, loaded, outputs, element, self.plan.shifted and leaves_out)
 
-    def _slot(self, inputs, packed, loaded, outputs, element):
-        """The loop over slots: their words, their elements, and what is stored of them."""
+    def _slot(self, inputs, packed, loaded, outputs, element, tested):
+        """The loop over slots: their words, their elements, and what is stored of them.
+
+        `tested` says whether elements outside of the row, which a slot at an end of the row has, must be left out.
+        """
         plan, w = self.plan, self.w
         with self._over_slots():
             shared = [n.attr for n in inputs if n.attr not in loaded and self._shared(n.attr)]
@@ -313,10 +316,30 @@ class Emitter(Steps):
                     for n in packed:
                         self._feed_packed(n, u)
                     self._declare_results(outputs, plan.vector)
-                    with w.block(f"UNROLL for (int v = 0; v < {plan.vector}; ++v)"):
+                    with self._each_element(tested):
                         element(outputs, u, "v")
                     for o in outputs:
                         self._store(o, u)
+
+    @contextlib.contextmanager
+    def _each_element(self, tested):
+        """A loop over a slot's elements. Its body may read `inside` if elements are `tested`.
+
+        Unrolled slots know which of them can have an end of the row. In a loop over slots any slot can have one, but
+        few do: the other slots run a second copy of the loop over elements, without tests.
+        """
+        w, loop = self.w, f"UNROLL for (int v = 0; v < {self.plan.vector}; ++v)"
+        inside = f"(u32)(first + v) < {self.program.width}u"
+        if not tested or self.plan.rounds == 1:
+            with w.block(loop):
+                if tested:
+                    w(f"const bool inside = !edge || {inside};")
+                yield
+            return
+        with w.block("const auto elements = [&](auto tested)", end="};"), w.block(loop):
+            w(f"const bool inside = !tested.value || {inside};")
+            yield
+        w("if (edge) elements(Flag<true>()); else elements(Flag<false>());")
 
     def _declare_results(self, outputs, count):
         for o in outputs:
@@ -327,9 +350,6 @@ class Emitter(Steps):
         """What is computed of an element, whose place among the results of its slot is given."""
         plan, w = self.plan, self.w
         inside = "inside" if plan.shifted else ""
-        needs_inside = plan.shifted and (fed or (last and self.phases.row_sums))
-        if needs_inside:
-            w(f"const bool inside = !edge || (u32)(first + v) < {self.program.width}u;")
         for n, from_registers in items:
             if n.op == "literal" or n in only_packed:
                 continue

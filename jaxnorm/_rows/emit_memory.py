@@ -407,12 +407,16 @@ class Memory(Base):
                 shift = " - shift" if plan.shifted else ""
                 w(f"const int first = (start + slot) * {plan.vector}{shift};")
                 if plan.shifted and edges:
-                    # Of the unrolled slots, the first and the last ones alone are compiled with a test. A cluster's
-                    # last block has the row's end.
-                    last = width // plan.vector - (plan.cluster - 1) * self.part
-                    at_end = f"{turn} >= {max(0, last) // plan.lanes}"
-                    w(f"const bool behind = {at_end} && first + {plan.vector} > {width};")
-                    w(f"const bool edge = behind || ({turn} == 0 && first < 0);")
+                    if plan.rounds > 1:
+                        w(f"const bool edge = (u32)first > {width - plan.vector}u;")
+                        w("const bool behind = edge && first > 0;")
+                    else:
+                        # Of the unrolled slots, the first and the last ones alone are compiled with a test. A
+                        # cluster's last block has the row's end.
+                        last = width // plan.vector - (plan.cluster - 1) * self.part
+                        at_end = f"k >= {max(0, last) // plan.lanes}"
+                        w(f"const bool behind = {at_end} && first + {plan.vector} > {width};")
+                        w("const bool edge = behind || (k == 0 && first < 0);")
                     w("(void)edge;")
                     if rows:
                         w("const bool missing = behind && row == rows - 1;")

@@ -33,7 +33,7 @@ class Reductions(Memory):
 
     def _packed(self, n) -> str:
         """The 16-bit dtype of the words whose halves a maximum compares at once, or ""."""
-        if n.attr[0] != "max" or self.plan.vector < 2 or self.plan.shifted:
+        if n.attr[0] != "max" or self.plan.vector < 2:
             return ""
         names = set()
         for a in n.args:
@@ -43,15 +43,25 @@ class Reductions(Memory):
         name = names.pop() if len(names) == 1 else ""
         return name if name in ("bfloat16", "float16") else ""
 
+    def _lowest(self, n) -> str:
+        """-inf in both halves of a word."""
+        return "0xff80ff80u" if self._packed(n) == "bfloat16" else "0xfc00fc00u"
+
     def _feed_packed(self, n, u):
-        name = self._packed(n)
+        name, pair, w = self._packed(n), self._pair(n, u), self.w
         for a in n.args:
             words = f"w{self.raw(a.attr)[1:]}"
             count = self._words(self.program.inputs[a.attr[0]])
-            pair = self._pair(n, u)
-            self.w(
-                f"UNROLL for (int j = 0; j < {count}; ++j) {pair} = max_nan_{name}({pair}, {words}[j]);"
-            )
+            each = f"UNROLL for (int j = 0; j < {count}; ++j)"
+            if not self.plan.shifted:
+                w(f"{each} {pair} = max_nan_{name}({pair}, {words}[j]);")
+                continue
+            with w.block():
+                w(f"u32 inside[{count}];")
+                w(f"{each} inside[j] = {words}[j];")
+                ends = f"halves_inside({words}[j], first + 2 * j, {self.program.width}, {self._lowest(n)})"
+                w(f"if (edge) {each} inside[j] = {ends};")
+                w(f"{each} {pair} = max_nan_{name}({pair}, inside[j]);")
 
     def _maximum(self, n, u) -> str:
         """The thread's maximum so far."""

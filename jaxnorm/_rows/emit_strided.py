@@ -135,7 +135,7 @@ class StridedEmitter(Emitter):
 
     # ---- slots ----
 
-    def _slot(self, inputs, packed, loaded, outputs, element):
+    def _slot(self, inputs, packed, loaded, outputs, element, tested):
         w = self.w
         with self._over_slots():
             w("const int v = 0;  // a slot is one column")

@@ -69,6 +69,12 @@ DEVICE void store(char* to, const u32* words) {
   }
 }
 
+// A number that the compiler knows, as an argument of a generic lambda.
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
+};
+
 // Loads kCount elements of kSize bytes, one by one, at the columns first, first + step, ... of a row. A column outside
 // of the row is replaced by the nearest column in the row.
 template <int kSize, int kCount>
@@ -102,6 +108,11 @@ DEVICE void load_inside(u32* words, const char* row, int first) {
       *place = bits ? *place | word << bits : word;
     }
   }
+}
+// A word of two elements, those outside of the row replaced by the ones of `other`.
+DEVICE u32 halves_inside(u32 word, int column, int columns, u32 other) {
+  const u32 low = (u32)column < (u32)columns ? 0xffffu : 0, high = (u32)(column + 1) < (u32)columns ? 0xffff0000u : 0;
+  return (word & (low | high)) | (other & ~(low | high));
 }
 // Stores kCount elements, from `column` on, except for elements whose column is not in the row.
 template <int kSize, int kCount>

@@ -524,7 +524,13 @@ class _Scheduler:
             in_warp = WARP_COLUMNS_OF_MANY_SUMS if many else WARP_COLUMNS
         if part * elements <= in_warp:
             lanes = min(32, _power_of_2(part))
-            while lanes > 8 and -(-part // (lanes // 2)) * elements <= few and lanes * vector >= 64:
+            # A thread has 16 elements of a short row that is normalized.
+            fewest = 4 if self.columns and len(self.wholes) == 1 else 8
+            while (
+                lanes > fewest
+                and -(-part // (lanes // 2)) * elements <= few
+                and lanes * vector >= 64
+            ):
                 lanes //= 2
             return lanes
         most = THREADS_MAX

@@ -18,12 +18,12 @@ class Writer:
         self.lines.append("  " * self._depth + text if text else "")
 
     @contextlib.contextmanager
-    def block(self, head: str = ""):
+    def block(self, head: str = "", end: str = "}"):
         self(f"{head} {{" if head else "{")
         self._depth += 1
         yield
         self._depth -= 1
-        self("}")
+        self(end)
 
 
 def addresses(program: Program, layout, row: str) -> str:

@@ -128,7 +128,7 @@ layer_norm_gelu_2048 forward              64 4x8        1 64x16   registers    0
 layer_norm_gelu_2048 backward            128 2x8        2 128x2   ring 2       1 persistent hoist
 layer_norm_gelu_8192 forward             256 4x8        1 256x4   registers    0
 layer_norm_gelu_8192 backward            256 4x8        1 256x1   ring 2       1 persistent hoist
-layer_norm_gelu_16384 forward            512 4x8        1 512x2   registers    0
+layer_norm_gelu_16384 forward            256 8x8        1 256x3   registers    0
 layer_norm_gelu_16384 backward         2*256 4x8        1 256x1   ring 2       1 persistent hoist
 layer_norm_gelu_32768 forward          2*1024 2x8        1 1024x1  ring 2       0 persistent hoist
 layer_norm_gelu_32768 backward         4*256 4x8        1 256x1   ring 2       1 persistent hoist
@@ -147,7 +147,7 @@ soft_capped_softmax_512 backward          16 4x8       16 256x2   registers    2
 soft_capped_softmax_1024 forward          32 4x8        4 128x6   registers    2
 soft_capped_softmax_1024 backward         32 4x8        4 128x4   registers    2
 soft_capped_softmax_2048 forward          64 4x8        1 64x12   registers    1
-soft_capped_softmax_2048 backward        128 2x8        1 128x4   registers    2
+soft_capped_softmax_2048 backward        128 2x8        1 128x5   registers    2
 soft_capped_softmax_4096 forward         128 4x8        1 128x6   registers    1
 soft_capped_softmax_4096 backward        256 2x8        1 256x2   registers    2
 soft_capped_softmax_8192 forward         256 4x8        1 256x3   registers    1

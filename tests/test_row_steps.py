@@ -320,12 +320,12 @@ layer_norm 16x262144 forward           33*512 2x8        1 768x1   ring 4       
 layer_norm 16x262144 backward          128*256 1x8        1 768x1   ring 16      0 persistent hoist 1 groups, lag 8
 rms_norm 16x262144 forward             33*512 2x8        1 640x1   ring 4       0 persistent hoist 4 groups, lag 4
 rms_norm 16x262144 backward            128*256 1x8        1 512x1   ring 16      0 persistent hoist 1 groups, lag 14
-softmax 16x262144 forward              33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+softmax 16x262144 forward              16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
 softmax 16x262144 backward             33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
-log_softmax 16x262144 forward          33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+log_softmax 16x262144 forward          16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
 log_softmax 16x262144 backward         33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
-cross_entropy 16x262144 forward        33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
-cross_entropy 16x262144 backward       33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
+cross_entropy 16x262144 forward        16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
+cross_entropy 16x262144 backward       16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
 layer_norm 8x1048576 forward           132*512 2x8        1 1024x1  ring 8       0 persistent hoist 1 groups, lag 4
 layer_norm 8x1048576 backward          132*512 2x8        1 768x1   ring 6       0 persistent hoist 1 groups, lag 2
 rms_norm 8x1048576 forward             16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1

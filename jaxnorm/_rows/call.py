@@ -18,7 +18,7 @@ from jaxnorm._rows.schedule_steps import posts_of_row, sums_end_here
 from jaxnorm._rows.shared_memory import exchanged_words, keeps_columns, shared_bytes
 
 # Bytes of registers that a thread may spill, stores and loads together: a few cost less than fewer threads.
-SPILLS = 64
+SPILLS = 128
 
 
 def kernel_name(operation: str) -> str:

@@ -27,6 +27,12 @@ REGISTERS_OTHER = 34
 # The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
 # row.
 LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
+# Bytes of rows that one block reads at once if nothing of a row's length is written.
+READ_ROWS = 104 * 1024
+# Rows with more columns have 64 elements of 16 bits a thread instead of 32: more loads are under way then, because more
+# elements share a thread's registers of addresses and counters. If a row has operands of columns, two blocks of threads
+# with so many elements hold rows up to the second number.
+MANY_COLUMNS = 8192, 24 * 1024
 # Where all arrays stay in the L2 cache, blocks fetch ahead rows of so many bytes, least and most, if each
 # multiprocessor has so many bytes of them.
 CACHED_ROWS = 256, 16 * 1024
@@ -95,7 +101,7 @@ class _Scheduler:
         can_ring = self._can_ring(vector, shifted)
         if shape := self._grid(vector, count, can_ring and not shifted and self._can_cut(vector)):
             return self._plan_in_steps(shape, vector, shifted)
-        source = self._source(count, count > SHORT_ROWS, can_ring)
+        source = self._source(count, shifted, can_ring)
         if source == "ring" and (shape := self._steps_of_cluster(vector, count)):
             return self._plan_in_steps(shape, vector, shifted)
         persistent = source == "ring" or self.sums
@@ -239,7 +245,7 @@ class _Scheduler:
             and all(not _backwards(self.phases, i.number) for i in staged)
         )
 
-    def _source(self, count, long, can_ring) -> str:
+    def _source(self, count, shifted, can_ring) -> str:
         if "source" in self.asked:
             return (
                 "registers"
@@ -247,7 +253,8 @@ class _Scheduler:
                 else self.asked["source"]
             )
         if not self.phases.wholes and not self.sums and self.levels <= 1 and count >= 1024:
-            return "stream"
+            at_once = self.cheap and not shifted and self.row_bytes <= READ_ROWS
+            return "registers" if at_once else "stream"
         if can_ring and self.levels and (self._fetched_ahead() or self._in_cache):
             return "ring"
         # Registers hold the data of a block of 1024 threads beside their work: 32 words for each thread.
@@ -266,8 +273,7 @@ class _Scheduler:
             return not self._columns_vary
         if not self.cheap:
             return self.row_bytes > LONG_ROWS[0] * len(self.wholes)
-        quick = self.levels == 1 and (len(self.wholes) > 1 or 2 * self.work <= FREE_INSTRUCTIONS)
-        return self.row_bytes > LONG_ROWS[2 if quick else 1] * len(self.wholes)
+        return self.row_bytes > LONG_ROWS[2 if self.levels == 1 else 1] * len(self.wholes)
 
     @functools.cached_property
     def _in_cache(self) -> bool:
@@ -427,6 +433,7 @@ class _Scheduler:
             words=exchanged_words(self.phases),
             row_words=row_words(self.program, self.phases),
             elements=self.panels * vector,
+            has_columns=bool(self.columns),
             sums=len(self.phases.row_sums),
             heavy=self.heavy,
             device=self.device,
@@ -505,7 +512,12 @@ class _Scheduler:
         if self.columns and source == "registers" and slots <= SHORT_ROWS:
             return 16
         few = self.cheap or self.row_bytes <= LONG_ROWS[0]
-        return 16 if few and len(self.wholes) > 1 else 32
+        if few and len(self.wholes) > 1:
+            return 16
+        least, most = MANY_COLUMNS
+        many = self.program.width > least and not (self.columns and self.program.width > most)
+        many = many and self.cheap and self.dtypes[0].itemsize == 2
+        return 64 if many and source == "registers" and not shifted else 32
 
     def _lanes(self, source, part, elements, cluster, vector, shifted) -> int:
         """Threads that share a row; `elements` of each slot."""
@@ -538,8 +550,10 @@ class _Scheduler:
             most = 256 if self.heavy else 512
         elif source == "ring" and (cluster == 1 or wanted == 64):
             most = 512
-        elif source == "registers" and part * elements <= 512 * SLOT_ELEMENTS:
-            most = 512  # one block loads while another one writes
+        elif source == "registers" and (
+            part * elements <= 512 * max(wanted, SLOT_ELEMENTS) or not self.phases.wholes
+        ):
+            most = 512  # one block loads while another one writes or exchanges
         wanted = max(1, wanted // elements)
         fewest = -(-part // most)
 
@@ -564,6 +578,8 @@ class _Scheduler:
             return 1
         if "rows_at_once" in self.asked:
             rows = self.asked["rows_at_once"]
+        elif cluster > 1 and len(self.phases.row_sums) > 1 and not self.heavy and elements <= 16:
+            rows = 2 if 4 * self.row_bytes <= cluster * (self.device.shared_bytes - 8192) else 1
         elif cluster > 1 or (not long and not self.columns):
             rows = 1
         elif source == "ring" and self._in_cache:
@@ -623,7 +639,7 @@ class _Scheduler:
             two_rows = not several and 24 <= elements <= 32 and len(self.wholes) <= 2
             return 1 if two_rows else max(1, round(256 / threads))
         if several:
-            return max(1, 256 // max(threads, 128))
+            return max(1, 320 // max(threads, 128))
         return -(-128 * 16 // (threads * min(elements, 16)))
 
     # ---- registers: how many blocks, and what stays in them ----
@@ -635,11 +651,11 @@ class _Scheduler:
             blocks = min(self.asked["blocks"], most)
             return self.kept(dataclasses.replace(plan, blocks=blocks))[1]
         options = []
-        for number, blocks in enumerate(self._blocks(plan)):
-            blocks = max(1, min(blocks, most))
-            cost, kept, short = self.kept(dataclasses.replace(plan, blocks=blocks))
-            options.append((cost * 1.17**number * (1.3 if short else 1), number, kept))
-        return min(options, key=lambda o: o[:2])[2]
+        for blocks in sorted({max(1, min(n, most)) for n in self._blocks(plan)}, reverse=True):
+            cost, kept, missing = self.kept(dataclasses.replace(plan, blocks=blocks))
+            idle = max(0, THREADS_MAX - blocks * plan.threads)
+            options.append((cost * 1.17 ** (idle / 256) * min(1.3, 1 + 0.05 * missing), kept))
+        return min(options, key=lambda o: o[0])[1]
 
     def _blocks(self, plan) -> list[int]:
         """How many there may be: more threads hide more latency, fewer have more registers."""
@@ -649,10 +665,10 @@ class _Scheduler:
         if plan.source == "ring" and self._in_cache:
             return [-(-(512 if elements <= 24 else 256) // plan.threads)]
         few = self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4)
-        return [round(n / plan.threads) for n in ((512,) if few else (1024, 768, 512))]
+        return [round(n / plan.threads) for n in ((512,) if few else (1024, 896, 768, 640, 512))]
 
-    def kept(self, plan) -> tuple[float, Plan, bool]:
-        """(cost, the plan with what is kept, whether registers are too few)."""
+    def kept(self, plan) -> tuple[float, Plan, float]:
+        """(cost, the plan with what is kept, how many registers are missing)."""
         budget = max(
             0, plan.registers - REGISTERS_OTHER - plan.vector - 6 * (plan.rows_at_once - 1)
         )
@@ -676,7 +692,7 @@ class _Scheduler:
                 break
             cost, pressure, number = min(trials)
             keep |= {number}
-        return cost, dataclasses.replace(plan, keep=keep), pressure > budget
+        return cost, dataclasses.replace(plan, keep=keep), max(0, pressure - budget)
 
     def _weigh(self, plan, keep) -> tuple[float, float]:
         """(instructions for an element, registers for what is held)."""

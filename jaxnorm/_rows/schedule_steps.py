@@ -8,13 +8,16 @@ threads that compute do not wait for exchanges.
 """
 
 import dataclasses
+import math
 
 # Threads of a block that compute, where a block's part of a row has as many slots.
 LANES = 512
 # Elements that a thread works on side by side, at most.
 ELEMENTS = 128
-# The most slots that a thread should have, where rows take turns.
+# The most slots that a thread should have, where there are sums over rows.
 SLOTS = 2
+# Bytes of a row that a block should read where there are no sums over rows: without and with operands of columns.
+PART_BYTES = 32 * 1024, 16 * 1024
 # The most warps of a block that exchange, and the most of these warps for each exchange of a row.
 EXCHANGING_WARPS = 16
 EXCHANGERS = 8
@@ -134,6 +137,7 @@ def grid_shape(
     words,
     row_words,
     elements,
+    has_columns,
     sums,
     heavy,
     device,
@@ -150,6 +154,7 @@ def grid_shape(
       words: partial results of each exchange.
       row_words: what is loaded for all rows.
       elements: of a slot, in all panels.
+      has_columns: whether there are operands of columns.
       sums: how many sums over rows a column has.
       heavy: whether an element takes many instructions.
       device: for which the schedule is made.
@@ -179,7 +184,7 @@ def grid_shape(
     elif len(words) == 1 and rows <= min(GROUPS, held):
         groups = rows  # one exchange in all
     else:
-        groups = _groups(rows, slots, line, device.multiprocessors)
+        groups = _groups(rows, slots, line, row_bytes, has_columns, device.multiprocessors)
     groups = asked.get("grid") or groups
     blocks = asked.get("cluster") or device.multiprocessors // groups
     part = part_of_grid(slots, blocks, line)
@@ -273,17 +278,16 @@ def cluster_shape(
     return None
 
 
-def _groups(rows, slots, line, multiprocessors) -> int:
+def _groups(rows, slots, line, row_bytes, has_columns, multiprocessors) -> int:
     """Groups of blocks that share rows without sums over them: many, of which the last one ends early."""
-    wanted = max(1, min(multiprocessors * LANES * SLOTS // slots, rows, GROUPS))
+    most = min(rows, GROUPS, multiprocessors)
+    wanted = max(1, min(multiprocessors * PART_BYTES[has_columns] // row_bytes, most))
 
-    def longest(groups) -> int:
-        return -(-rows // groups) * part_of_grid(slots, multiprocessors // groups, line)
+    def cost(groups) -> float:
+        longest = -(-rows // groups) * part_of_grid(slots, multiprocessors // groups, line)
+        return longest * (1 + 0.04 * abs(math.log2(groups / wanted)))
 
-    near = range(max(1, wanted // 2), min(2 * wanted, rows, multiprocessors) + 1)
-    least = min(longest(groups) for groups in near)
-    good = [groups for groups in near if longest(groups) <= 1.02 * least]
-    return min(good, key=lambda groups: abs(groups - wanted))
+    return min(range(max(1, wanted // 2), min(2 * wanted, most) + 1), key=cost)
 
 
 def sums_end_here(program, plan) -> bool:

@@ -777,6 +777,24 @@ def test_integers():
 # ---- settings, buffers, threads ----
 
 
+def test_constants_that_a_dtype_does_not_have():
+    """A number given to an inner function becomes infinite without a warning, as in XLA."""
+
+    @jax.jit
+    def scaled(x, by):
+        return x * by.astype(x.dtype)
+
+    def function(x):
+        e = jnp.exp(x)
+        return scaled(e, jnp.int32(-1048576)) / e.sum(-1, keepdims=True)
+
+    x = jnp.ones((4, 32), jnp.float16)
+    for f in (jaxnorm.fuse(function), jaxnorm.autofuse(function)):
+        y, transpose = jax.vjp(f, x)
+        assert jnp.isneginf(y).all()
+        transpose(y)
+
+
 def test_donation():
     f = jaxnorm.fuse(lambda x: jnp.tanh(x) * 2.0)
     x = suite.rand((64, 64))

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from jax._src import (
     config,  # private: see `trace_context`
     source_info_util,  # private: see `run_equation`
@@ -66,10 +67,13 @@ def function_name(jaxpr) -> str:
 
 
 def run_equation(eqn, operands, params) -> list:
-    """Results of an equation under other parameters, with the names and the settings that it was traced with."""
+    """Results of an equation under other parameters, with the names and the settings that it was traced with.
+
+    JAX converts a number at once with NumPy, which warns if the result is infinite. XLA converts without a warning.
+    """
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     context = source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
-    with context, eqn.ctx.manager:
+    with context, eqn.ctx.manager, np.errstate(over="ignore"):
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
 

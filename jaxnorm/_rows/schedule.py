@@ -27,6 +27,9 @@ REGISTERS_OTHER = 34
 # The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
 # row.
 LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
+# Rows of odd length are fetched ahead if they have more bytes, and operands of columns: such operands are read one by one,
+# because they have no grid in common with the rows. Blocks that stay for many rows read them once.
+ODD_ROWS = 4 * 1024
 # Bytes of rows that one block reads at once if nothing of a row's length is written.
 READ_ROWS = 104 * 1024
 # Rows with more columns have 64 elements of 16 bits a thread instead of 32: more loads are under way then, because more
@@ -44,7 +47,10 @@ PARTS_FILL = 0.68
 # Slots of a row that few threads share.
 SHORT_ROWS = 128
 # Elements of a row that a thread may have where that leaves fewer threads idle.
-SLOT_ELEMENTS = 40
+SLOT_ELEMENTS = 56
+# Elements of rows that 512 threads share although more threads could: one block loads while another one writes or
+# exchanges.
+BLOCK_ELEMENTS = 20 * 1024
 # Bytes that the stages of a multiprocessor's blocks have where rows are summed up: more are not faster.
 STAGED_BYTES = 64 * 1024
 # Where rows are summed up, a warp has rows of so many columns to itself: 40 elements a thread, or 32 with more than two
@@ -174,7 +180,7 @@ class _Scheduler:
             if self.sums:
                 wanted = min(3, STAGED_BYTES // (stage * max(1, self._blocks(plan)[0])))
             else:
-                wanted = min(4, 49152 // stage)
+                wanted = 2 if shifted else min(4, 49152 // stage)
             plan = self._with_stages(plan, max(2, wanted))
         return self._with_registers(plan)
 
@@ -255,7 +261,7 @@ class _Scheduler:
         if not self.phases.wholes and not self.sums and self.levels <= 1 and count >= 1024:
             at_once = self.cheap and not shifted and self.row_bytes <= READ_ROWS
             return "registers" if at_once else "stream"
-        if can_ring and self.levels and (self._fetched_ahead() or self._in_cache):
+        if can_ring and self.levels and (self._fetched_ahead(shifted) or self._in_cache):
             return "ring"
         # Registers hold the data of a block of 1024 threads beside their work: 32 words for each thread.
         words = self.row_bytes / 4 + self.program.width * len(self.phases.row_sums)
@@ -268,8 +274,10 @@ class _Scheduler:
             else self._one_phase(count)
         )
 
-    def _fetched_ahead(self) -> bool:
+    def _fetched_ahead(self, shifted) -> bool:
         if self.sums:
+            return not self._columns_vary
+        if shifted and self.columns and self.row_bytes > ODD_ROWS:
             return not self._columns_vary
         if not self.cheap:
             return self.row_bytes > LONG_ROWS[0] * len(self.wholes)
@@ -551,9 +559,9 @@ class _Scheduler:
         elif source == "ring" and (cluster == 1 or wanted == 64):
             most = 512
         elif source == "registers" and (
-            part * elements <= 512 * max(wanted, SLOT_ELEMENTS) or not self.phases.wholes
+            part * elements <= max(512 * wanted, BLOCK_ELEMENTS) or not self.phases.wholes
         ):
-            most = 512  # one block loads while another one writes or exchanges
+            most = 512
         wanted = max(1, wanted // elements)
         fewest = -(-part // most)
 
@@ -664,6 +672,8 @@ class _Scheduler:
             return [self._blocks_of_sums(plan.threads, plan.lanes, elements, plan.shifted)]
         if plan.source == "ring" and self._in_cache:
             return [-(-(512 if elements <= 24 else 256) // plan.threads)]
+        if plan.source == "ring" and plan.shifted and plan.hoist:
+            return [round(512 / plan.threads)]
         few = self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4)
         return [round(n / plan.threads) for n in ((512,) if few else (1024, 896, 768, 640, 512))]
 

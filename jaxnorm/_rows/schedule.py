@@ -27,8 +27,8 @@ REGISTERS_OTHER = 34
 # The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
 # row.
 LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
-# Rows of odd length with operands of columns are fetched ahead if they have more bytes. Such operands are read one by one,
-# because they have no grid in common with the rows. Blocks that stay for many rows read them once.
+# Rows of odd length with operands of columns are fetched ahead if they have more bytes. Such operands are read one by
+# one, because they have no grid in common with the rows. Blocks that stay for many rows read them once.
 ODD_ROWS = 4 * 1024
 # Bytes of rows that one block reads at once if nothing of a row's length is written.
 READ_ROWS = 104 * 1024

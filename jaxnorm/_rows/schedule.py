@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 
-from jaxnorm._rows.graph import BOOL
+from jaxnorm._rows.kept import Kept, with_kept
 from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import THREADS_MAX, Device, Plan
 from jaxnorm._rows.rules import Program
@@ -21,8 +21,6 @@ from jaxnorm._rows.shared_memory import (
     stage_bytes,
 )
 
-# Registers of addresses, loop counters and intermediate results, besides what is held.
-REGISTERS_OTHER = 34
 # Where nothing is summed over rows, rows whose arrays have more bytes are fetched ahead: registers hold too few rows.
 # The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
 # row.
@@ -69,7 +67,7 @@ def schedule(program: Program, device: Device, **asked) -> Plan:
 def with_fewer_blocks(program: Program, device: Device, plan: Plan) -> Plan:
     """The same plan with more registers for each thread, for a kernel that spilled."""
     fewer = dataclasses.replace(plan, blocks=max(1, plan.blocks * 3 // 4))
-    return _Scheduler(program, device, {}).kept(fewer)[1]
+    return with_kept(program, Phases(program), fewer).plan
 
 
 class _Scheduler:
@@ -650,20 +648,26 @@ class _Scheduler:
             return max(1, 320 // max(threads, 128))
         return -(-128 * 16 // (threads * min(elements, 16)))
 
-    # ---- registers: how many blocks, and what stays in them ----
+    # ---- how many blocks a multiprocessor's registers hold ----
 
     def _with_registers(self, plan) -> Plan:
         shared = shared_bytes(self.program, plan)
         most = max(1, min(32, (self.device.shared_bytes + 1024) // (shared + 1024)))
         if "blocks" in self.asked:
             blocks = min(self.asked["blocks"], most)
-            return self.kept(dataclasses.replace(plan, blocks=blocks))[1]
-        options = []
-        for blocks in sorted({max(1, min(n, most)) for n in self._blocks(plan)}, reverse=True):
-            cost, kept, missing = self.kept(dataclasses.replace(plan, blocks=blocks))
-            idle = max(0, THREADS_MAX - blocks * plan.threads)
-            options.append((cost * 1.17 ** (idle / 256) * min(1.3, 1 + 0.05 * missing), kept))
-        return min(options, key=lambda o: o[0])[1]
+            return self.kept(dataclasses.replace(plan, blocks=blocks)).plan
+
+        def cost(kept) -> float:
+            idle = max(0, THREADS_MAX - kept.plan.blocks * plan.threads)
+            return kept.cost * 1.17 ** (idle / 256) * min(1.3, 1 + 0.05 * kept.missing)
+
+        numbers = sorted({max(1, min(n, most)) for n in self._blocks(plan)}, reverse=True)
+        options = [self.kept(dataclasses.replace(plan, blocks=n)) for n in numbers]
+        return min(options, key=cost).plan
+
+    def kept(self, plan) -> Kept:
+        """The plan with what its registers hold from phase to phase."""
+        return with_kept(self.program, self.phases, plan)
 
     def _blocks(self, plan) -> list[int]:
         """How many there may be: more threads hide more latency, fewer have more registers."""
@@ -676,74 +680,6 @@ class _Scheduler:
             return [round(512 / plan.threads)]
         few = self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4)
         return [round(n / plan.threads) for n in ((512,) if few else (1024, 896, 768, 640, 512))]
-
-    def kept(self, plan) -> tuple[float, Plan, float]:
-        """(cost, the plan with what is kept, how many registers are missing)."""
-        budget = max(
-            0, plan.registers - REGISTERS_OTHER - plan.vector - 6 * (plan.rows_at_once - 1)
-        )
-        candidates = [
-            n
-            for n in self.phases.order
-            if n.column and n.row and n.op not in ("literal", "iota") and not n.after
-            and (n.floating or n.dtype == BOOL) and not n.op.startswith("local_")
-        ]  # fmt: skip
-        keep: frozenset = frozenset()
-        cost, pressure = self._weigh(plan, keep)
-        while plan.rounds == 1 and self.levels and not plan.in_steps:
-            trials = []
-            for node in candidates:
-                if node.number not in keep:
-                    with_node = keep | {node.number}
-                    trial = self._weigh(plan, with_node)
-                    if trial[1] <= max(budget, pressure) and trial[0] < cost - 2:
-                        trials.append((*trial, node.number))
-            if not trials:
-                break
-            cost, pressure, number = min(trials)
-            keep |= {number}
-        return cost, dataclasses.replace(plan, keep=keep), max(0, pressure - budget)
-
-    def _weigh(self, plan, keep) -> tuple[float, float]:
-        """(instructions for an element, registers for what is held)."""
-        phases = self.phases.evaluated(keep)
-        cost = sum(0.3 if loaded else n.cost for phase in phases for n, loaded in phase.items())
-        elements = plan.slots * plan.vector
-        sums = [n for n in self.phases.row_sums if not n.attr[1]]
-        accumulators = (
-            sum(elements * n.dtype.itemsize // 4 for n in sums) if plan.rounds == 1 else 0
-        )
-        uses: dict[int, list[int]] = {}
-        by_number = {}
-        for number, phase in enumerate(phases):
-            for node in phase:
-                if node.number in keep:
-                    by_number[node.number] = node
-                    uses.setdefault(node.number, []).append(number)
-        most = accumulators
-        for number in range(len(phases) - 1):
-            held = sum(
-                _registers_of(by_number[k], elements)
-                for k, phases_of in uses.items()
-                if phases_of[0] <= number < phases_of[-1]
-            )
-            raw = 0
-            if not plan.hold_shared and plan.rounds == 1:
-                later = {
-                    n.attr[:2]
-                    for phase in phases[number + 1 :]
-                    for n, loaded in phase.items()
-                    if n.op == "input" and not loaded and self.program.inputs[n.attr[0]].whole
-                }
-                raw = sum(elements * self.program.inputs[i].dtype.itemsize // 4 for i, _ in later)
-            most = max(most, plan.rows_at_once * (held + raw) + accumulators)
-        return cost, most
-
-
-def _registers_of(node, elements) -> int:
-    if node.dtype == BOOL:
-        return -(-elements // 32)
-    return elements * node.dtype.itemsize // 4
 
 
 def _backwards(phases, number) -> bool:

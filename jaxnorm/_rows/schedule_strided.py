@@ -204,7 +204,7 @@ class _Strided:
             side=side,
         )
         blocks = self.asked.get("blocks") or self._blocks(plan)
-        return self.scheduler.kept(dataclasses.replace(plan, blocks=blocks))[1]
+        return self.scheduler.kept(dataclasses.replace(plan, blocks=blocks)).plan
 
     def _blocks(self, plan) -> int:
         """As many blocks as there are registers for."""

@@ -129,6 +129,27 @@ def test_arrays_in_the_cache(name, sizes, dtype):
         assert error(got, want) < TOLERANCE[dtype]
 
 
+# Program, rows and columns, and what `schedule` chooses: the source of rows, and elements of a thread.
+LONG_ROWS = [
+    ("layer_norm", (37, 4095), "ring", 24),
+    ("rms_norm", (37, 4097), "ring", 24),
+    ("layer_norm", (5, 9216), "registers", 48),
+    ("softmax", (5, 12288), "registers", 64),
+    ("entropy", (3, 16384), "registers", 64),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "source", "elements"), LONG_ROWS)
+def test_long_rows(name, sizes, source, elements):
+    """Rows of odd length with operands of columns, more of them than blocks take, and rows that few threads hold."""
+    closed, arrays, exact = prepared(name, "forward", sizes, "bfloat16")
+    plan = schedule(simplified(closed), H100)
+    assert (plan.source, plan.slots * plan.vector) == (source, elements)
+    found = emulated(closed, arrays, resident_blocks=3)
+    for got, want in zip(found, exact, strict=True):
+        assert error(got, want) < TOLERANCE["bfloat16"]
+
+
 def sums(x):
     return x.sum(1), (x * x).sum(1)
 

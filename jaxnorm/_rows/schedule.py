@@ -517,8 +517,7 @@ class _Scheduler:
             return 16
         if self.columns and source == "registers" and slots <= SHORT_ROWS:
             return 16
-        few = self.cheap or self.row_bytes <= LONG_ROWS[0]
-        if few and len(self.wholes) > 1:
+        if len(self.wholes) > 1 and (self.cheap or self.row_bytes <= LONG_ROWS[0]):
             return 16
         least, most = MANY_COLUMNS
         many = self.program.width > least and not (self.columns and self.program.width > most)
@@ -535,8 +534,8 @@ class _Scheduler:
             most = 512 if not shifted else THREADS_MAX if few_rows else 256
             return min(most, max(32, round_up(part, 32)))
         wanted = self._elements(source, part, cluster, vector, shifted)
-        few = 16 if self.sums or self.columns else 32
-        in_warp = 32 * few
+        most_elements = 16 if self.sums or self.columns else 32  # of a short row
+        in_warp = 32 * most_elements
         if source == "ring" and self.sums and not self.phases.group_dims and not shifted:
             many = len(self.phases.row_sums) > 2
             in_warp = WARP_COLUMNS_OF_MANY_SUMS if many else WARP_COLUMNS
@@ -546,22 +545,13 @@ class _Scheduler:
             fewest = 4 if self.columns and len(self.wholes) == 1 else 8
             while (
                 lanes > fewest
-                and -(-part // (lanes // 2)) * elements <= few
+                and -(-part // (lanes // 2)) * elements <= most_elements
                 and lanes * vector >= 64
             ):
                 lanes //= 2
             return lanes
-        most = THREADS_MAX
-        if self.sums:
-            most = 256 if self.heavy else 512
-        elif source == "ring" and (cluster == 1 or wanted == 64):
-            most = 512
-        elif source == "registers" and (
-            part * elements <= max(512 * wanted, BLOCK_ELEMENTS) or not self.phases.wholes
-        ):
-            most = 512
+        fewest = -(-part // self._most_threads(source, cluster, part * elements, wanted))
         wanted = max(1, wanted // elements)
-        fewest = -(-part // most)
 
         def cost(slots):
             """Threads without a slot cost as much as others; more or less work for each thread costs little."""
@@ -570,6 +560,15 @@ class _Scheduler:
 
         slots = min(range(fewest, max(fewest, wanted, SLOT_ELEMENTS // elements) + 1), key=cost)
         return round_up(-(-part // slots), 32)
+
+    def _most_threads(self, source, cluster, columns, wanted) -> int:
+        """The most threads that share a row, or a block's part of it, which has so many columns."""
+        if self.sums:
+            return 256 if self.heavy else 512
+        if source == "ring":
+            return 512 if cluster == 1 or wanted == 64 else THREADS_MAX
+        fit = columns <= max(512 * wanted, BLOCK_ELEMENTS)
+        return 512 if fit or not self.phases.wholes else THREADS_MAX
 
     def _group_rows(self):
         """Rows that one sum over rows adds up; tiles must not have rows of two sums."""
@@ -582,38 +581,41 @@ class _Scheduler:
     ) -> int:
         if shifted or source == "stream":
             return 1
-        if "rows_at_once" in self.asked:
-            rows = self.asked["rows_at_once"]
-        elif cluster > 1 and len(self.phases.row_sums) > 1 and not self.heavy and elements <= 16:
-            rows = 2 if 4 * self.row_bytes <= cluster * (self.device.shared_bytes - 8192) else 1
-        elif cluster > 1 or (not long and not self.columns):
-            rows = 1
-        elif source == "ring" and self._in_cache:
-            # Registers hold 64 bytes of each of two rows beside the operands of columns.
-            rows = 2 if elements * sum(i.dtype.itemsize for i in self.wholes) <= 64 else 1
-        elif self.heavy and self.sums:
-            # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
-            rows = 2 if elements <= 16 and threads > 64 else 1
-        elif self.sums and self.levels == 1:
-            rows = 2 if self._few_threads(threads, groups, elements) else 1
-        elif self.sums:
-            # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
-            rows = 1 if self.levels else 2 if long else 1
-        elif source == "registers" and len(self.wholes) == 1 and vector > 1:
-            rows = (
-                1
-                if elements > 16
-                else 4
-                if self.shared_rows and long
-                else 1
-                if (self.levels and long) or self.shared_rows
-                else 2
-            )
-        else:
-            rows = 4 if source == "registers" and self.levels and long and elements <= 8 else 1
+        rows = self.asked.get("rows_at_once") or self._wanted_rows(
+            source, cluster, long, vector, groups, elements, threads
+        )
         while rows > 1 and isinstance(group_rows, int) and group_rows % (groups * rows):
             rows //= 2
         return rows
+
+    def _wanted_rows(self, source, cluster, long, vector, groups, elements, threads) -> int:
+        if cluster > 1:
+            # With two sums over rows, one row's instructions hide the other one's exchange.
+            two = len(self.phases.row_sums) > 1 and not self.heavy and elements <= 16
+            fit = 4 * self.row_bytes <= cluster * (self.device.shared_bytes - 8192)
+            return 2 if two and fit else 1
+        if not long and not self.columns:
+            return 1
+        if source == "ring" and self._in_cache:
+            # Registers hold 64 bytes of each of two rows beside the operands of columns.
+            return 2 if elements * sum(i.dtype.itemsize for i in self.wholes) <= 64 else 1
+        if self.sums and self.heavy:
+            # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
+            return 2 if elements <= 16 and threads > 64 else 1
+        if self.sums and self.levels == 1:
+            return 2 if self._few_threads(threads, groups, elements) else 1
+        if self.sums:
+            # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
+            return 2 if long and not self.levels else 1
+        if source != "registers":
+            return 1
+        if len(self.wholes) != 1 or vector == 1:
+            return 4 if self.levels and long and elements <= 8 else 1
+        if elements > 16:
+            return 1
+        if self.shared_rows:
+            return 4 if long else 1
+        return 1 if self.levels and long else 2
 
     def _passes(self, groups, at_once, group_rows) -> int:
         """Short rows are fetched in tiles of some kilobytes."""
@@ -678,8 +680,10 @@ class _Scheduler:
             return [-(-(512 if elements <= 24 else 256) // plan.threads)]
         if plan.source == "ring" and plan.shifted and plan.hoist:
             return [round(512 / plan.threads)]
-        few = self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4)
-        return [round(n / plan.threads) for n in ((512,) if few else (1024, 896, 768, 640, 512))]
+        threads = (1024, 896, 768, 640, 512)
+        if self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4):
+            threads = (512,)
+        return [round(n / plan.threads) for n in threads]
 
 
 def _backwards(phases, number) -> bool:

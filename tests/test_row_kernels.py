@@ -10,6 +10,7 @@ import row_emulator
 from suite import schedules_in_turn
 
 from bench import row_programs
+from jaxnorm._rows.bits import unpack
 from jaxnorm._rows.call import row_call, simplified
 from jaxnorm._rows.plan import DEVICES
 from jaxnorm._rows.schedule import schedule
@@ -195,6 +196,29 @@ def test_constants_that_a_dtype_does_not_have():
         x = np.float32([[1, 2, 3, 4], [-1, -2, -3, -4]])
         (found,) = emulated(jax.make_jaxpr(function)(x), [x])
     np.testing.assert_array_equal(found, [x[0], np.full(4, np.inf)])
+
+
+# What is computed of a mask and of numbers, both with 16 columns.
+REVERSED = {
+    "mask": lambda m, x: jnp.where(m[:, ::-1], x, 0),
+    "both": lambda m, x: jnp.where(m, x, 0)[:, ::-1],
+    "both ways": lambda m, x: jnp.where(m, x, 0) - jnp.where(m[:, ::-1], 0, x),
+    "halves": lambda m, x: jnp.concatenate(
+        [jnp.where(m[:, 8:], x[:, :8], 0)[:, ::-1], x[:, 8:]], -1
+    )[:, ::-1],
+    "behind a sum": lambda m, x: jnp.where(m, x - x.sum(-1, keepdims=True), 0)[:, ::-1],
+}
+
+
+@pytest.mark.parametrize("name", REVERSED)
+def test_reversed_bits(name):
+    """Eight booleans of a byte are read from back to front, as rows are."""
+    random = np.random.default_rng(0)
+    mask, x = random.random((5, 16)) < 0.5, random.normal(size=(5, 16)).astype("float32")
+    bits = np.packbits(mask, -1, bitorder="little")
+    closed = jax.make_jaxpr(lambda b, x: [REVERSED[name](unpack(b, 16), x)])(bits, x)
+    (found,) = emulated(closed, [bits, x])
+    np.testing.assert_allclose(found, REVERSED[name](mask, x), rtol=1e-5, atol=1e-5)
 
 
 def number(x):

@@ -376,7 +376,8 @@ class Emitter(Steps):
             i = self.program.inputs[n.attr[0]]
             words = f"w{self.raw(n.attr)[1:]}"
             if i.layout.bits:
-                return f"(({words}[0] >> v) & 1u) != 0"
+                _, _, backwards = n.attr
+                return f"(({words}[0] >> {'(7 - v)' if backwards else 'v'}) & 1u) != 0"
             return element(i.dtype, words, self._place_in_words(i, u))
         if n.op == "iota":
             return f"({c_type(n.dtype)})(first + v + {n.attr})"

@@ -433,7 +433,8 @@ class Memory(Base):
         if i in self.hoisted:
             row = f"(in{number} + ({addresses(self.program, i.layout, 'first_row')}) * {size})"
         if i.layout.bits:
-            w(f"load<1>({target}, {row} + {panel * width // 8} + first / 8);")
+            byte = f"{width // 8 - 1} - first / 8" if backwards else "first / 8"
+            w(f"load<1>({target}, {row} + {panel * width // 8} + {byte});")
             return
         if i in self.staged:
             group = f"(group * {plan.rows_at_once * plan.passes} + " if plan.groups > 1 else "("

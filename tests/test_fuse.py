@@ -774,9 +774,6 @@ def test_integers():
     assert value[0][1] == 1
 
 
-# ---- settings, buffers, threads ----
-
-
 def test_constants_that_a_dtype_does_not_have():
     """A number given to an inner function becomes infinite without a warning, as in XLA."""
 
@@ -793,6 +790,9 @@ def test_constants_that_a_dtype_does_not_have():
         y, transpose = jax.vjp(f, x)
         assert jnp.isneginf(y).all()
         transpose(y)
+
+
+# ---- settings, buffers, threads ----
 
 
 def test_donation():

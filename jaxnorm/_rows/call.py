@@ -10,10 +10,11 @@ from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit
 from jaxnorm._rows.emit_sums import finish_columns
+from jaxnorm._rows.kept import with_fewer_blocks
 from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import DEVICES, Device, Plan
 from jaxnorm._rows.rules import Program, cached_program_of
-from jaxnorm._rows.schedule import schedule, with_fewer_blocks
+from jaxnorm._rows.schedule import schedule
 from jaxnorm._rows.schedule_steps import posts_of_row, sums_end_here
 from jaxnorm._rows.shared_memory import exchanged_words, keeps_columns, shared_bytes
 
@@ -200,7 +201,7 @@ def compiled_row_call(
             best = spills, call
         if spills <= SPILLS or plan.blocks == 1:
             return best[1]
-        plan = with_fewer_blocks(program, device, plan)
+        plan = with_fewer_blocks(program, plan)
         call = row_call(closed, device, plan, operation)
 
 

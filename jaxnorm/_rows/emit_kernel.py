@@ -295,8 +295,8 @@ class Emitter(Steps):
         inputs = [n for n, from_registers in items if n.op == "input" and not from_registers]
         element = functools.partial(self._element, items, only_packed, fed, last=last, keep=keep)
         outputs = self.phases.wholes if last else []
-        leaves_out = bool(fed) or (last and self.phases.row_sums)
-        self._slot(inputs, packed, loaded, outputs, element, self.plan.shifted and leaves_out)
+        tested = self.plan.shifted and (bool(fed) or (last and bool(self.phases.row_sums)))
+        self._slot(inputs, packed, loaded, outputs, element, tested)
 
     def _slot(self, inputs, packed, loaded, outputs, element, tested):
         """The loop over slots: their words, their elements, and what is stored of them.

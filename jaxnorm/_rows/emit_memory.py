@@ -408,6 +408,7 @@ class Memory(Base):
                 w(f"const int first = (start + slot) * {plan.vector}{shift};")
                 if plan.shifted and edges:
                     if plan.rounds > 1:
+                        # One comparison finds both ends: places before the row are large numbers without a sign.
                         w(f"const bool edge = (u32)first > {width - plan.vector}u;")
                         w("const bool behind = edge && first > 0;")
                     else:

@@ -52,6 +52,12 @@ def with_kept(program: Program, phases: Phases, plan: Plan) -> Kept:
     return Kept(dataclasses.replace(plan, keep=keep), cost, max(0, pressure - budget))
 
 
+def with_fewer_blocks(program: Program, plan: Plan) -> Plan:
+    """The same plan with more registers for each thread, for a kernel that spilled."""
+    fewer = dataclasses.replace(plan, blocks=max(1, plan.blocks * 3 // 4))
+    return with_kept(program, Phases(program), fewer).plan
+
+
 def _weigh(program, phases, plan, keep) -> tuple[float, float]:
     """(instructions for an element, registers for what is held)."""
     evaluated = phases.evaluated(keep)

@@ -64,12 +64,6 @@ def schedule(program: Program, device: Device, **asked) -> Plan:
     return _Scheduler(program, device, asked).plan()
 
 
-def with_fewer_blocks(program: Program, device: Device, plan: Plan) -> Plan:
-    """The same plan with more registers for each thread, for a kernel that spilled."""
-    fewer = dataclasses.replace(plan, blocks=max(1, plan.blocks * 3 // 4))
-    return with_kept(program, Phases(program), fewer).plan
-
-
 class _Scheduler:
     def __init__(self, program, device, asked):
         self.program, self.device, self.asked = program, device, asked
@@ -275,11 +269,16 @@ class _Scheduler:
     def _fetched_ahead(self, shifted) -> bool:
         if self.sums:
             return not self._columns_vary
-        if shifted and self.columns and self.row_bytes > ODD_ROWS:
-            return not self._columns_vary
+        if self._reads_columns_once(shifted):
+            return True
         if not self.cheap:
             return self.row_bytes > LONG_ROWS[0] * len(self.wholes)
         return self.row_bytes > LONG_ROWS[2 if self.levels == 1 else 1] * len(self.wholes)
+
+    def _reads_columns_once(self, shifted) -> bool:
+        """Whether blocks stay for many rows of odd length, and keep the operands of columns."""
+        long = self.row_bytes > ODD_ROWS
+        return shifted and long and bool(self.columns) and not self._columns_vary
 
     @functools.cached_property
     def _in_cache(self) -> bool:
@@ -678,7 +677,7 @@ class _Scheduler:
             return [self._blocks_of_sums(plan.threads, plan.lanes, elements, plan.shifted)]
         if plan.source == "ring" and self._in_cache:
             return [-(-(512 if elements <= 24 else 256) // plan.threads)]
-        if plan.source == "ring" and plan.shifted and plan.hoist:
+        if plan.source == "ring" and self._reads_columns_once(plan.shifted):
             return [round(512 / plan.threads)]
         threads = (1024, 896, 768, 640, 512)
         if self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4):

@@ -515,6 +515,26 @@ def test_dropout_without_a_reduction():
     assert_close(jax.value_and_grad(loss(grown(function)), (0, 1, 2))(*args), expected, 2e-5)
 
 
+def test_numbers_that_several_regions_read():
+    """Kernels have what literals alone make as literals, so that dropout compares its random bits with one."""
+
+    def function(x, w, *keys):
+        for key in keys:
+            h = jax.nn.gelu(x @ w)
+            x = jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h / 0.8, 0)
+        return weighted(x)
+
+    args = jnp.tile(A, (1, 2, 1)), W, jax.random.key(1), jax.random.key(2)
+    step = jax.value_and_grad(function)
+    closed = jax.make_jaxpr(grown(step))(*args)
+    drawing = [
+        e for e in closed.jaxpr.eqns if e.primitive.name == PROGRAM and "random_bits" in str(e)
+    ]
+    assert len(drawing) == 2
+    assert all(v.aval.size > 1 for e in drawing for v in e.invars)
+    assert_close(grown(step)(*args), step(*args), 2e-5)
+
+
 def test_residuals_of_plain_backward_code():
     """Backward that sums over no rows is elementwise code: XLA computes for it again what forward could keep."""
 

@@ -240,6 +240,7 @@ class Graph:
       producer: the equation that makes a value.
       users: equations that read a value.
       summed: equations that are sums over rows, or are read by one.
+      numbers: equations that compute one number of literals alone.
       results: values that the program returns.
       needs: equations that must run before one, directly.
       order: in which they can run.
@@ -255,6 +256,7 @@ class Graph:
             for v in self.equations[i].reads:
                 self.users[v].append(i)
         self.summed = self._summed()
+        self.numbers = self._numbers()
         self.results = {a for a in flat.results if not isinstance(a, Literal)}
         self.needs = [self._needs(i) for i in range(len(self.equations))]
         effects = [i for i, e in enumerate(self.equations) if e.node.eqn.effects]
@@ -286,6 +288,16 @@ class Graph:
         """Equations that are sums over rows, or are read by one."""
         sums = [i for i, e in enumerate(self.equations) if e.kind.sums_rows]
         return {*sums, *(n for i in sums for n in self._needs(i))}
+
+    def _numbers(self) -> set[int]:
+        """Equations that compute one number of literals alone."""
+        found: set[int] = set()
+        for i, e in enumerate(self.equations):
+            makers = [self.producer.get(v) for v in e.reads]
+            if e.kind.known and found.issuperset(makers):
+                if all(size(self.aval(v)) == 1 for v in e.node.outputs):
+                    found.add(i)
+        return found
 
     def aval(self, value):
         return self.flat.avals[value]

@@ -25,7 +25,7 @@ class Region:
       shape: sizes of the dimensions that number the rows, without those of size 1.
       columns: the number of elements of a row.
       nodes: its equations, in order.
-      again: equations of earlier regions that it computes once more.
+      again: earlier equations that it computes once more.
       inputs, results: values.
       packed: those of them that are booleans, eight to a byte.
       program: the closed jaxpr from inputs to results.

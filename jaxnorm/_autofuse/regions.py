@@ -251,6 +251,7 @@ class Finder:
         owner = {i: r for r in regions for i in r.nodes}
         readers: dict[int, list[Region]] = {}
         for region in regions:
+            region.again = sorted({*region.again, *self._numbers(region)})
             region.inputs = self._inputs({*region.nodes, *region.again})
             for v in region.inputs:
                 readers.setdefault(v, []).append(region)
@@ -261,6 +262,15 @@ class Finder:
                 for v in graph.equations[i].node.outputs
                 if v in graph.results or v in readers or any(u not in owner for u in graph.users[v])
             ]
+
+    def _numbers(self, region: Region) -> set[int]:
+        """Equations outside of a region that compute numbers for it of literals alone, so that it has no operand for one."""
+        graph, found, front = self.graph, set(), [*region.nodes, *region.again]
+        while front:
+            new = graph.numbers.intersection(graph.needs[front.pop()]) - found
+            found |= new
+            front += new
+        return found.difference(region.nodes)
 
     def _inputs(self, members: set[int]) -> list[int]:
         equations = [self.graph.equations[i] for i in sorted(members)]

@@ -254,19 +254,20 @@ DEVICE T to_integer(F x, F lowest, F highest, T smallest, T largest) {
   return x != x ? T(0) : x <= lowest ? smallest : x >= highest ? largest : (T)x;
 }
 
-// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Rotations and
+// exclusive ors run in the ALU pipe alone, so additions leave it.
 DEVICE uint2 threefry(u32 key0, u32 key1, u32 x0, u32 x1) {
   const u32 keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAu};
   const int rotations[8] = {13, 15, 26, 6, 17, 29, 16, 24};
-  x0 += key0, x1 += key1;
+  x0 = add_by_fma_pipe(x0, key0), x1 = add_by_fma_pipe(x1, key1);
   UNROLL for (int i = 0; i < 5; ++i) {
     UNROLL for (int j = 0; j < 4; ++j) {
-      x0 += x1;
+      x0 = add_by_fma_pipe(x0, x1);
       x1 = __funnelshift_l(x1, x1, rotations[(i & 1) * 4 + j]);
       x1 ^= x0;
     }
-    x0 += keys[(i + 1) % 3];
-    x1 += keys[(i + 2) % 3] + i + 1;
+    x0 = add_by_fma_pipe(x0, keys[(i + 1) % 3]);
+    x1 = add_by_fma_pipe(x1, add_by_fma_pipe(keys[(i + 2) % 3], i + 1));
   }
   return make_uint2(x0, x1);
 }

@@ -61,9 +61,9 @@ gelu_bias forward                        256 2x8        2 256x4   registers    0
 gelu_bias backward                       512 1x8        2 512x1   registers    0 persistent hoist
 dyt forward                              256 2x8        2 256x4   registers    0
 dyt backward                             512 1x8        2 512x1   registers    0 persistent hoist
-adaln forward                            256 2x8        4 256x2   registers    0
-adaln backward                           256 2x8        2 256x1   ring 2       1 persistent hoist
-qk_norm_rotary forward                     8 1x8       32 256x2   registers    0
+adaln forward                            256 2x8        2 256x4   registers    0
+adaln backward                           256 2x8        4 256x1   ring 2       1 persistent hoist
+qk_norm_rotary forward                     8 1x8       64 256x2   registers    0
 qk_norm_rotary backward                    8 1x8       32 256x2   registers    2 persistent hoist
 rms_norm_fp8 forward                     128 4x8        1 128x8   registers    0
 soft_capped_softmax forward               32 4x8        4 128x6   registers    2
@@ -76,7 +76,7 @@ entropy forward                          512 4x8*8      1 512x2   stream       0
 entropy backward                       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 log_probability_entropy forward          512 4x8*8      1 512x2   stream       0
 log_probability_entropy backward       4*512 8x8        1 512x1   ring 2       0 persistent
-dropout_residual_layer_norm forward      256 2x8        1 256x4   registers    1
+dropout_residual_layer_norm forward      256 2x8        1 256x2   registers    1
 dropout_residual_layer_norm backward     256 2x8        2 256x1   ring 2       0 persistent hoist
 layer_norm_gelu_4095 forward             192 3x8        1 192x3   ring 2       0 persistent hoist shifted
 layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       1 persistent hoist shifted

@@ -601,6 +601,9 @@ class _Scheduler:
         if self.sums and self.heavy:
             # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
             return 2 if elements <= 16 and threads > 64 else 1
+        if self.sums and self.phases.group_dims and self.levels == 1:
+            # The rows of a group share operands of columns.
+            return 4 if elements <= 16 and len(self.phases.row_sums) <= 2 else 2
         if self.sums and self.levels == 1:
             return 2 if self._few_threads(threads, groups, elements) else 1
         if self.sums:
@@ -613,7 +616,7 @@ class _Scheduler:
         if elements > 16:
             return 1
         if self.shared_rows:
-            return 4 if long else 1
+            return 2 if elements > 8 else 4 if long else 1
         return 1 if self.levels and long else 2
 
     def _passes(self, groups, at_once, group_rows) -> int:
@@ -639,7 +642,7 @@ class _Scheduler:
         if shifted or (self.heavy and not self.phases.group_dims):
             return -(-256 // threads)
         if self.phases.group_dims:  # more blocks would write more partial sums of each group
-            return max(1, 128 // threads)
+            return max(1, round(256 / threads))
         several = len(self.phases.row_sums) > 1
         if lanes <= 32:
             # One sum leaves registers for warps that work on two rows, and then one block is enough.
@@ -680,7 +683,7 @@ class _Scheduler:
         if plan.source == "ring" and self._reads_columns_once(plan.shifted):
             return [round(512 / plan.threads)]
         threads = (1024, 896, 768, 640, 512)
-        if self.sums or plan.lanes < 32 or (self.shared_rows and plan.rows_at_once == 4):
+        if self.sums or (self.heavy and self.levels) or plan.lanes < 32:
             threads = (512,)
         return [round(n / plan.threads) for n in threads]
 

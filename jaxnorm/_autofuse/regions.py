@@ -264,7 +264,7 @@ class Finder:
             ]
 
     def _numbers(self, region: Region) -> set[int]:
-        """Equations outside of a region that compute numbers for it of literals alone, so that it has no operand for one."""
+        """Equations outside of a region that compute numbers for it of literals alone."""
         graph, found, front = self.graph, set(), [*region.nodes, *region.again]
         while front:
             new = graph.numbers.intersection(graph.needs[front.pop()]) - found

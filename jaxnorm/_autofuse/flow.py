@@ -240,7 +240,7 @@ class Graph:
       producer: the equation that makes a value.
       users: equations that read a value.
       summed: equations that are sums over rows, or are read by one.
-      numbers: equations that compute one number of literals alone.
+      numbers: equations that compute one number of literals alone, each with all that it needs.
       results: values that the program returns.
       needs: equations that must run before one, directly.
       order: in which they can run.
@@ -289,14 +289,13 @@ class Graph:
         sums = [i for i, e in enumerate(self.equations) if e.kind.sums_rows]
         return {*sums, *(n for i in sums for n in self._needs(i))}
 
-    def _numbers(self) -> set[int]:
-        """Equations that compute one number of literals alone."""
-        found: set[int] = set()
+    def _numbers(self) -> dict[int, frozenset[int]]:
+        """For each equation that computes one number of literals alone: itself, and all that it needs."""
+        found: dict[int, frozenset[int]] = {}
         for i, e in enumerate(self.equations):
-            makers = [self.producer.get(v) for v in e.reads]
-            if e.kind.known and found.issuperset(makers):
-                if all(size(self.aval(v)) == 1 for v in e.node.outputs):
-                    found.add(i)
+            alone = all(self.producer.get(v) in found for v in e.reads)
+            if alone and e.kind.known and all(size(self.aval(v)) == 1 for v in e.node.outputs):
+                found[i] = frozenset((i,)).union(*(found[m] for m in self._needs(i)))
         return found
 
     def aval(self, value):

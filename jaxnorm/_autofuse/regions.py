@@ -251,8 +251,12 @@ class Finder:
         owner = {i: r for r in regions for i in r.nodes}
         readers: dict[int, list[Region]] = {}
         for region in regions:
-            region.again = sorted({*region.again, *self._numbers(region)})
             region.inputs = self._inputs({*region.nodes, *region.again})
+            makers = {v: graph.producer.get(v) for v in region.inputs}
+            numbers = [graph.numbers[i] for i in makers.values() if i in graph.numbers]
+            if numbers:  # the kernel has them as literals
+                region.again = sorted({*region.again}.union(*numbers))
+                region.inputs = [v for v, i in makers.items() if i not in graph.numbers]
             for v in region.inputs:
                 readers.setdefault(v, []).append(region)
         for region in regions:
@@ -262,15 +266,6 @@ class Finder:
                 for v in graph.equations[i].node.outputs
                 if v in graph.results or v in readers or any(u not in owner for u in graph.users[v])
             ]
-
-    def _numbers(self, region: Region) -> set[int]:
-        """Equations outside of a region that compute numbers for it of literals alone."""
-        graph, found, front = self.graph, set(), [*region.nodes, *region.again]
-        while front:
-            new = graph.numbers.intersection(graph.needs[front.pop()]) - found
-            found |= new
-            front += new
-        return found.difference(region.nodes)
 
     def _inputs(self, members: set[int]) -> list[int]:
         equations = [self.graph.equations[i] for i in sorted(members)]

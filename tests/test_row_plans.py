@@ -423,8 +423,8 @@ def test_candidates(name, direction, architecture):
         assert "row_program" in emit(program, plan)
 
 
-def plan_of(name, rows, columns, device=H100):
-    return schedule(simplified(traced(name, "forward", (rows, columns))), device)
+def plan_of(name, *sizes, device=H100, direction="forward"):
+    return schedule(simplified(traced(name, direction, sizes)), device)
 
 
 @pytest.mark.parametrize("columns", [128, 768, 1024, 2048, 4096, 8192])
@@ -437,7 +437,7 @@ def test_arrays_in_the_cache(columns):
     # Each multiprocessor has too few rows, the program has no parameters, or the GPU has no bulk copies.
     assert plan_of("layer_norm", (1 << 20) // (2 * columns), columns).source == "registers"
     assert plan_of("soft_capped_softmax", in_cache, columns).source == "registers"
-    assert plan_of("layer_norm", in_cache, columns, DEVICES[80]).source == "registers"
+    assert plan_of("layer_norm", in_cache, columns, device=DEVICES[80]).source == "registers"
 
 
 def test_few_long_rows_of_odd_length():
@@ -445,6 +445,14 @@ def test_few_long_rows_of_odd_length():
     few, many = (plan_of("entropy", rows, 50257) for rows in (8, 8192))
     assert (few.source, few.threads) == ("stream", 1024)
     assert (many.source, many.threads) == ("stream", 256)
+
+
+def test_sums_of_groups_of_rows():
+    """A block has at least 48 rows before there are more blocks, as each writes partial sums of its group."""
+    few, many = (
+        plan_of("adaln", groups, 256, 1152, direction="backward").blocks for groups in (16, 64)
+    )
+    assert (few, many) == (1, 2)
 
 
 @pytest.mark.parametrize("columns", [32, 64, 72, 128])

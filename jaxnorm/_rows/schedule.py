@@ -55,6 +55,9 @@ STAGED_BYTES = 64 * 1024
 # sums, which registers hold for each column.
 WARP_COLUMNS = 40 * 32
 WARP_COLUMNS_OF_MANY_SUMS = 32 * 32
+# Rows of a block, at least, that adds up groups of rows with more than 128 threads a multiprocessor: each block writes
+# partial sums of its groups.
+GROUP_ROWS = 48
 # This many instructions for each byte from or to memory cost no time: no value is kept from phase to phase.
 FREE_INSTRUCTIONS = 8
 
@@ -641,8 +644,9 @@ class _Scheduler:
         # Shifted rows are worked on one at a time.
         if shifted or (self.heavy and not self.phases.group_dims):
             return -(-256 // threads)
-        if self.phases.group_dims:  # more blocks would write more partial sums of each group
-            return max(1, round(256 / threads))
+        if self.phases.group_dims:
+            many = (self._rows or 0) // (GROUP_ROWS * self.device.multiprocessors)
+            return max(1, 128 // threads, min(round(256 / threads), many))
         several = len(self.phases.row_sums) > 1
         if lanes <= 32:
             # One sum leaves registers for warps that work on two rows, and then one block is enough.

@@ -33,8 +33,8 @@ _BEFORE_REGIONS = {
 def _collector_paused() -> Iterator[None]:
     """Python's garbage collector does not run meanwhile.
 
-    It would walk over all that JAX has traced, several times while thousands of equations are looked at. That takes as
-    long as looking at them, and finds nothing.
+    It would walk over all that JAX has traced, several times while thousands of equations are traced and looked
+    at. That takes long, and finds nothing.
     """
     running = gc.isenabled()
     gc.disable()
@@ -54,21 +54,23 @@ class Autofused:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args, **kwargs) -> Any:
-        closed, arrays, restore = _trace(self._fn, args, kwargs)
-        program = self._steps(closed)[-1]
-        # Arrays mean that the program runs here and now, which may take long.
-        traced = any(isinstance(x, Tracer) for x in arrays)
-        with _collector_paused() if traced else contextlib.nullcontext():
+        with contextlib.ExitStack() as pause:
+            pause.enter_context(_collector_paused())
+            closed, arrays, restore = _trace(self._fn, args, kwargs)
+            program = self._steps(closed)[-1]
+            if not any(isinstance(x, Tracer) for x in arrays):
+                pause.close()  # the program runs here and now, which may take long
             results = program(*arrays)
+            del closed, program  # before the collector walks over them
         # A number of the program, or an array of NumPy's that is handed through, comes out as it is.
         return restore([v if isinstance(v, jax.Array) else jnp.array(v) for v in results])
 
     def explain(self, *args, **kwargs) -> Report:
         """What is replaced in a call with these arguments (or shapes), what that saves, and what is left and why."""
-        closed, _, _ = _trace(self._fn, args, kwargs)
-        return report(self._steps(closed))
+        with _collector_paused():
+            closed, _, _ = _trace(self._fn, args, kwargs)
+            return report(self._steps(closed))
 
-    @_collector_paused()
     def _steps(self, closed) -> list[Rewritten | Grown]:
         """What changes a program, step by step; the last one is the program that runs."""
         if not self._grows():

@@ -314,34 +314,23 @@ def _with_operands(closed):
     if not open_jaxpr(closed)[1] and not _needs_flattening(closed):
         return closed, [], None
     flat = save.Flat(closed)
-    given = [*flat.operands, *flat.constants]
-    constants = [data_of(a) for a in flat.constants.values()]
-    kinds = [*(None for _ in flat.operands), *map(kind_of, flat.constants.values())]
-    avals = [*(flat.avals[v] for v in flat.operands), *map(jax.typeof, constants)]
+    given, constants = [*flat.operands, *flat.constants], flat.constants.values()
     made = _keys_made(flat, given)
-
-    def with_keys(operands, results, kinds, *arrays):
-        rest = iter(arrays)
-        program, _ = flat.program(operands, results)
-        return run_program(program, *(_wrapped(kind, rest) for kind in kinds))
-
     keys = None
     if made:
+        keys_of, none = flat.program(given, made)
+        assert not none
 
         def make(*arrays):
-            found = with_keys(given, made, tuple(kinds), *arrays)
-            kinds.extend(map(kind_of, found))
-            return list(map(data_of, found))
+            return list(map(data_of, run_program(keys_of, *arrays)))
 
-        keys, _ = closed_of(make, avals)
-        avals = [*avals, *keys.out_avals]
-    program, _ = closed_of(
-        functools.partial(with_keys, [*given, *made], flat.results, kinds), avals
-    )
-    if any(kinds):
+        keys, _ = closed_of(make, keys_of.in_avals)
+    program, none = flat.program([*given, *made], flat.results)
+    assert not none
+    if any(is_key(flat.avals[v]) for v in (*given, *made)):
         flat = save.Flat(program)
         program, _ = flat.program(flat.operands, flat.results)
-    return program, constants, keys
+    return program, [data_of(a) for a in constants], keys
 
 
 def _keys_made(flat, given) -> list[int]:

@@ -518,7 +518,7 @@ def test_random_programs(steps, outputs):
 
 @pytest.mark.parametrize("running", [True, False])
 def test_the_garbage_collector_runs_as_before(running):
-    """It is paused while a program is looked at, and not while arrays are computed or the function is traced."""
+    """It is paused while the function is traced and looked at, and not while arrays are computed."""
     seen = []
 
     def function(x):
@@ -533,7 +533,7 @@ def test_the_garbage_collector_runs_as_before(running):
     try:
         jax.block_until_ready(jaxnorm.autofuse(function)(X))
         jax.effects_barrier()
-        assert seen == [running, running]
+        assert seen == [False, running]
         jax.make_jaxpr(jaxnorm.autofuse(function))(X)
         with pytest.raises(ValueError, match="of the function"):
             jaxnorm.autofuse(fails)(X)

@@ -120,14 +120,6 @@ def _reduction(equation) -> Reduction | None:
     return Reduction((), 0, False)  # of rows and columns
 
 
-def size(aval) -> int:
-    return math.prod(aval.shape)
-
-
-def nbytes(aval) -> int:
-    return 0 if is_key(aval) else size(aval) * np.dtype(aval.dtype).itemsize
-
-
 def _is_plain(aval) -> bool:
     """Whether kernels hold such an array: its sizes are numbers, and so are its elements."""
     shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
@@ -220,7 +212,7 @@ def _equations(flat: Flat) -> list[Equation]:
         if node.content is None:
             return Kind(node.eqn)
         atoms = (literal_key(v) if isinstance(v, Literal) else v.aval for v in node.eqn.invars)
-        key = (*node.content, *atoms, *(v.aval for v in node.eqn.outvars))
+        key = (id(node.content), *atoms)
         if key not in kinds:
             kinds[key] = Kind(node.eqn)
         return kinds[key]
@@ -239,7 +231,6 @@ class Graph:
       equations: what results need, or has an effect, in order.
       producer: the equation that makes a value.
       users: equations that read a value.
-      summed: equations that are sums over rows, or are read by one.
       numbers: equations that compute one number of literals alone, each with all that it needs.
       results: values that the program returns.
       needs: equations that must run before one, directly.
@@ -250,12 +241,13 @@ class Graph:
     def __init__(self, flat: Flat):
         self.flat = flat
         self.equations = _equations(flat)
+        self._sizes: dict[int, int] = {}
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.node.outputs}
         self.users: dict[int, list[int]] = collections.defaultdict(list)
         for i in range(len(self.equations)):
             for v in self.equations[i].reads:
                 self.users[v].append(i)
-        self.summed = self._summed()
+        self._summed = self._readers_of_sums()
         self.numbers = self._numbers()
         self.results = {a for a in flat.results if not isinstance(a, Literal)}
         self.needs = [self._needs(i) for i in range(len(self.equations))]
@@ -280,26 +272,42 @@ class Graph:
             for v in equation.node.outputs:
                 found += users.get(v, ())
             for v in equation.reads:
-                found += [u for u in users[v] if u in self.summed]
+                found += self._summed.get(v, ())
             self._neighbours[i] = found
         return found
 
-    def _summed(self) -> set[int]:
-        """Equations that are sums over rows, or are read by one."""
+    def _readers_of_sums(self) -> dict[int, list[int]]:
+        """Equations that read a value and are sums over rows, or are read by one."""
         sums = [i for i, e in enumerate(self.equations) if e.kind.sums_rows]
-        return {*sums, *(n for i in sums for n in self._needs(i))}
+        found: dict[int, list[int]] = {}
+        for reader in sorted({*sums, *(n for i in sums for n in self._needs(i))}):
+            for v in self.equations[reader].reads:
+                found.setdefault(v, []).append(reader)
+        return found
 
     def _numbers(self) -> dict[int, frozenset[int]]:
         """For each equation that computes one number of literals alone: itself, and all that it needs."""
         found: dict[int, frozenset[int]] = {}
         for i, e in enumerate(self.equations):
             alone = all(self.producer.get(v) in found for v in e.reads)
-            if alone and e.kind.known and all(size(self.aval(v)) == 1 for v in e.node.outputs):
+            if alone and e.kind.known and all(self.size(v) == 1 for v in e.node.outputs):
                 found[i] = frozenset((i,)).union(*(found[m] for m in self._needs(i)))
         return found
 
     def aval(self, value):
         return self.flat.avals[value]
+
+    def size(self, value: int) -> int:
+        """The number of elements of a value."""
+        found = self._sizes.get(value)
+        if found is None:
+            found = self._sizes[value] = math.prod(self.aval(value).shape)
+        return found
+
+    def nbytes(self, value: int) -> int:
+        """The bytes of a value; none for random keys."""
+        aval = self.aval(value)
+        return 0 if is_key(aval) else self.size(value) * np.dtype(aval.dtype).itemsize
 
 
 def _live(flat: Flat) -> list[Node]:
@@ -307,7 +315,7 @@ def _live(flat: Flat) -> list[Node]:
     live = {a for a in flat.results if not isinstance(a, Literal)}
     nodes = []
     for node in reversed(flat.nodes):
-        if node.eqn.effects or any(v in live for v in node.outputs):
+        if node.eqn.effects or not live.isdisjoint(node.outputs):
             nodes.append(node)
             live.update(a for a in node.inputs if not isinstance(a, Literal))
     return nodes[::-1]

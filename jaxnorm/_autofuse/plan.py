@@ -76,11 +76,12 @@ def _spread_a_root(nodes: Iterable[FlatNode]) -> bool:
     """Whether roots, or what is computed of them, are spread along other dimensions, as in a norm, not an optimizer."""
     roots: set[int] = set()
     for node in nodes:
-        atoms = zip(node.inputs, node.eqn.invars, strict=True)
+        atoms = zip(node.inputs, node.eqn.invars, strict=True) if roots else ()
         reads = [v for a, v in atoms if not isinstance(a, Literal) and a in roots]
-        read, made = _elements(reads), _elements(node.eqn.outvars)
-        if reads and (made > read or read == math.inf):
-            return True
+        if reads:
+            read, made = _elements(reads), _elements(node.eqn.outvars)
+            if made > read or read == math.inf:
+                return True
         if reads or _is_root(node.eqn):
             roots.update(node.outputs)
     return False

@@ -5,13 +5,11 @@ import math
 import weakref
 from typing import Any
 
-import jax
 from jax.extend.core import Literal
 
 from jaxnorm._autofuse.flow import Graph
-from jaxnorm._primitive.programs import closed_of, run_program, trace_context
-from jaxnorm._rows.keys import data_of, is_key, kind_of, with_kind
-from jaxnorm._rows.save import Flat, literal_key
+from jaxnorm._primitive.programs import trace_context
+from jaxnorm._rows.save import literal_key
 
 # XLA's bytes divided by a region's, from which on the region is a kernel also where nothing is differentiated.
 LEAST_GAIN = 1.05
@@ -78,31 +76,11 @@ def _program(graph: Graph, region: Region):
     key = _key(graph, region)
     found = key and _programs.get(key)
     if found is None:
-        found = _with_key_data(graph.flat, region)
+        found, none = graph.flat.program(region.inputs, region.results, region.packed)
+        assert not none
         if key is not None:
             _programs[key] = found
     return found
-
-
-def _with_key_data(flat: Flat, region: Region):
-    """The region's program, of the data of random keys."""
-    program, none = flat.program(region.inputs, region.results, region.packed)
-    assert not none
-    if not any(is_key(flat.avals[v]) for v in region.inputs):
-        return program
-    avals = program.in_avals
-    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) if is_key(a) else None for a in avals]
-    kinds = [None if a is None else kind_of(a) for a in arrays]
-
-    def of_data(*operands):
-        return run_program(program, *map(with_kind, operands, kinds))
-
-    given = [
-        a if s is None else jax.eval_shape(data_of, s) for a, s in zip(avals, arrays, strict=True)
-    ]
-    closed, none = closed_of(of_data, given)
-    assert not none
-    return closed
 
 
 def _key(graph: Graph, region: Region) -> tuple | None:

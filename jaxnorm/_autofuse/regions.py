@@ -10,13 +10,14 @@ Equal equations are one, and dead ones are gone, before regions are looked for.
 """
 
 import collections
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxnorm._autofuse.costs import LEAST_BYTES
-from jaxnorm._autofuse.flow import CUTS, Graph, Reduction, nbytes, size
+from jaxnorm._autofuse.flow import CUTS, Graph, Reduction
 from jaxnorm._autofuse.region import Region, program_of
 from jaxnorm._primitive.programs import source_line
 from jaxnorm._rows import primitive
@@ -64,6 +65,8 @@ class Finder:
         self.left: list[tuple[Region, str]] = []
         self.plain: set[int] = set()
         self._taken: set[int] = set()
+        self._may_be_of_rows: dict[tuple, bool] = {}  # by kind of equation, sizes of rows, columns
+        self._refusals: dict[int, str] = {}  # by program
         for i, rows in self._seeds():
             if i not in self._taken:
                 self._start(i, rows)
@@ -73,11 +76,9 @@ class Finder:
     def _seeds(self) -> Iterator[tuple[int, Reduction]]:
         """Reductions along rows first: they may take sums over rows, joined pieces and random bits with them."""
         known = [(i, e) for i, e in enumerate(self.graph.equations) if e.kind.known]
-        for along_row in (True, False):
-            for i, equation in known:
-                yield from (
-                    (i, r) for r in equation.kind.reductions[:1] if r.along_row == along_row
-                )
+        reductions = [(i, e.kind.reductions[0]) for i, e in known if e.kind.reductions]
+        yield from ((i, r) for i, r in reductions if r.along_row)
+        yield from ((i, r) for i, r in reductions if not r.along_row)
         yield from ((i, e.kind.rows) for i, e in known if e.kind.joins)
         yield from ((i, e.kind.rows) for i, e in known if e.kind.draws)
         yield from ((i, e.kind.rows) for i, e in known if e.kind.is_long)
@@ -89,7 +90,8 @@ class Finder:
         for without in _ATTEMPTS:
             members, ends = self._grow(seed, reduction, without)
             region = Region(reduction.shape, reduction.columns, sorted(members), ends=ends)
-            self._connect([region])
+            self._set_inputs(region)
+            self._set_results([region])
             reason = self._refusal(region)
             if not reason or without == _ATTEMPTS[-1]:
                 self._taken |= members
@@ -113,7 +115,7 @@ class Finder:
         grown = True
         while grown:
             grown, new = False, []
-            for i in dict.fromkeys(n for m in border for n in graph.neighbours(m)):
+            for i in dict.fromkeys(itertools.chain.from_iterable(map(graph.neighbours, border))):
                 if i in members or i in outside:
                     continue
                 barred = (before & order.after[i]) | (after & order.before[i])
@@ -149,17 +151,15 @@ class Finder:
     def _may_fit(self, i: int, reduction: Reduction) -> bool:
         """Whether an equation is one of a region's rows, if the region has what else it needs for that."""
         equation, shape, columns = self.graph.equations[i], reduction.shape, reduction.columns
-        return (
-            i not in self._taken
-            and equation.kind.known
-            and (
-                equation.kind.sums_rows
-                or all(
-                    self._is_of_rows(v, shape, columns) or size(self.graph.aval(v)) <= 8 * columns
-                    for v in equation.node.outputs
-                )
+        if i in self._taken or not equation.kind.known:
+            return False
+        key = equation.kind, shape, columns
+        if key not in self._may_be_of_rows:
+            self._may_be_of_rows[key] = equation.kind.sums_rows or all(
+                self._is_of_rows(v, shape, columns) or self.graph.size(v) <= 8 * columns
+                for v in equation.node.outputs
             )
-        )
+        return self._may_be_of_rows[key]
 
     def stops(self, region: Region) -> tuple[str, ...]:
         """What ended a region, and where."""
@@ -176,7 +176,6 @@ class Finder:
         rows, columns = reduction.rows, reduction.columns
         if not self._may_fit(i, reduction):
             return False
-        makers = [graph.producer[v] for v in equation.reads if v in graph.producer]
         if equation.kind.sums_rows:
             # A sum over rows is of what the region has, and nothing of the region is computed from it.
             inside = all(
@@ -187,7 +186,7 @@ class Finder:
             return without != "sums over rows" and inside and same
         if any((r.rows, r.columns) != (rows, columns) for r in equation.kind.reductions):
             return False
-        if any(n in members and graph.equations[n].kind.sums_rows for n in makers):
+        if any(n in members and graph.equations[n].kind.sums_rows for n in graph.needs[i]):
             return False
         if without and equation.kind.names & {*CUTS, "transpose"}:
             return False
@@ -199,18 +198,18 @@ class Finder:
 
     def _is_of_rows(self, value, shape, columns) -> bool:
         """Whether an array has a number for each row, or pieces of rows."""
-        aval = self.graph.aval(value)
-        count, rest = divmod(size(aval), math.prod(shape))
+        array = self.graph.aval(value).shape
+        count, rest = divmod(self.graph.size(value), math.prod(shape))
         if rest or count != 1:
             return not rest and columns <= 8 * count <= 64 * columns
-        long = tuple(n for n in aval.shape if n != 1)
+        long = tuple(n for n in array if n != 1)
         return long == shape or len(long) == 1
 
     def _is_of_columns(self, value, i, members, columns) -> bool:
         """Whether an array is parameters that the region alone needs, for next to no work."""
         graph = self.graph
         return (
-            size(graph.aval(value)) <= 8 * columns
+            graph.size(value) <= 8 * columns
             and graph.equations[i].kind.names <= _CHEAP
             and value not in graph.results
             and members.issuperset(graph.users[value])
@@ -226,7 +225,7 @@ class Finder:
                 if not equation.kind.names <= _MOVES or len(equation.reads) != 1:
                     continue
                 (source,), (result,) = equation.reads, equation.node.outputs
-                less = nbytes(graph.aval(source)) - nbytes(graph.aval(result))
+                less = graph.nbytes(source) - graph.nbytes(result)
                 first = graph.producer.get(source) not in members
                 last = members.isdisjoint(graph.users[result])
                 if (first and less >= 0) or (last and less <= 0):
@@ -237,50 +236,54 @@ class Finder:
     def _refusal(self, region: Region) -> str:
         """Sets a region's program. Returns why rows cannot run it, or ""."""
         region.program = program_of(self.graph, region)
-        try:
-            primitive.check(region.program, row_sums=True)
-        except NotARowProgram as error:
-            return str(error).removeprefix("fuse: ")
-        return ""
+        key = id(region.program)  # the graph has it, as an equal region may be there
+        if key not in self._refusals:
+            try:
+                primitive.check(region.program, row_sums=True)
+                self._refusals[key] = ""
+            except NotARowProgram as error:
+                self._refusals[key] = str(error).removeprefix("fuse: ")
+        return self._refusals[key]
 
     # ---- inputs and results ----
 
-    def _connect(self, regions: list[Region]) -> None:
-        """Sets the regions' inputs and results: what none of their equations makes, and what others need of it."""
+    def _set_inputs(self, region: Region) -> None:
+        """Sets what a region reads: what none of its equations makes. Its kernel makes numbers of literals itself."""
         graph = self.graph
-        owner = {i: r for r in regions for i in r.nodes}
-        readers: dict[int, list[Region]] = {}
-        for region in regions:
-            region.inputs = self._inputs({*region.nodes, *region.again})
-            makers = {v: graph.producer.get(v) for v in region.inputs}
-            numbers = [graph.numbers[i] for i in makers.values() if i in graph.numbers]
-            if numbers:  # the kernel has them as literals
-                region.again = sorted({*region.again}.union(*numbers))
-                region.inputs = [v for v, i in makers.items() if i not in graph.numbers]
-            for v in region.inputs:
-                readers.setdefault(v, []).append(region)
+        region.inputs = self._inputs({*region.nodes, *region.again})
+        makers = {v: graph.producer.get(v) for v in region.inputs}
+        numbers = [graph.numbers[i] for i in makers.values() if i in graph.numbers]
+        if numbers:
+            region.again = sorted({*region.again}.union(*numbers))
+            region.inputs = [v for v, i in makers.items() if i not in graph.numbers]
+
+    def _set_results(self, regions: list[Region]) -> None:
+        """Sets the results of regions: what others read of what their equations make."""
+        graph = self.graph
+        owned = {i for r in regions for i in r.nodes}
+        read = {v for r in regions for v in r.inputs}
         for region in regions:
             region.results = [
                 v
                 for i in region.nodes
                 for v in graph.equations[i].node.outputs
-                if v in graph.results or v in readers or any(u not in owner for u in graph.users[v])
+                if v in read or v in graph.results or not owned.issuperset(graph.users[v])
             ]
 
     def _inputs(self, members: set[int]) -> list[int]:
         equations = [self.graph.equations[i] for i in sorted(members)]
-        made = {v for e in equations for v in e.node.outputs}
-        return list(dict.fromkeys(v for e in equations for v in e.reads if v not in made))
+        made = set(itertools.chain.from_iterable(e.node.outputs for e in equations))
+        read = itertools.chain.from_iterable(e.reads for e in equations)
+        return [v for v in dict.fromkeys(read) if v not in made]
 
     def _compute_again(self) -> None:
         """Lets regions compute what earlier code would have to write for them."""
         readers = self._readers()
         for region in self.regions:
+            whole = [v for v in region.inputs if self._is_whole(v, region)]
             tried: set[int] = set()
-            while whole := [
-                v for v in region.inputs if v not in tried and self._is_whole(v, region)
-            ]:
-                v = max(whole, key=self._nbytes)
+            while untried := [v for v in whole if v not in tried]:
+                v = max(untried, key=self._nbytes)
                 tried.add(v)
                 cone = self._cone(v, region, readers)
                 if not cone:
@@ -297,8 +300,10 @@ class Finder:
                     for u in inputs:
                         if u not in region.inputs:
                             readers.setdefault(u, []).append(region)
-                    region.again, region.inputs = sorted(again), inputs
-        self._connect(self.regions)
+                    region.again = sorted(again)
+                    self._set_inputs(region)
+                    whole = [v for v in region.inputs if self._is_whole(v, region)]
+        self._set_results(self.regions)
 
     def _readers(self) -> dict[int, list]:
         """What reads a value from memory: regions; None for code that no region has.
@@ -332,7 +337,7 @@ class Finder:
             equation = graph.equations[i]
             if v != value:
                 others = any(r is not region for r in readers.get(v, ()))
-                if v in region.inputs or others or size(graph.aval(v)) <= region.rows:
+                if v in region.inputs or others or graph.size(v) <= region.rows:
                     continue
             of_rows = all(
                 self._is_of_rows(u, region.shape, region.columns) for u in equation.node.outputs
@@ -354,23 +359,29 @@ class Finder:
         return sum(eqn.primitive.name == "dot_general" for eqn in users)
 
     def _is_whole(self, value: int, region: Region) -> bool:
-        return 8 * size(self.graph.aval(value)) >= region.rows * region.columns
+        return 8 * self.graph.size(value) >= region.rows * region.columns
 
     # ---- which regions are worth it ----
 
     def _decide(self) -> None:
         found = [region for region in self.regions if region.results]
+        self._pack(found)
         alone = [r for r in found if r.again and self._refusal(r)]
         for region in alone:
             region.again = []
+            self._set_inputs(region)
         if alone:
-            self._connect(found)
-        bits_at_best = self._masks(found)
+            self._set_results(found)
+            self._pack(found)
         self.regions = []
+        before: dict[tuple, int] = {}  # equal regions have one program
         for region in found:
             reason = self._refusal(region)
-            region.bytes = self._moved(region, bits_at_best)
-            region.before = self._bytes_of_xla(region)
+            region.bytes = self._moved(region)
+            key = id(region.program), tuple(map(self._products, region.results))
+            if key not in before:
+                before[key] = self._bytes_of_xla(region)
+            region.before = before[key]
             region.is_long = self._is_long(region, found)
             as_little = region.before == region.bytes and not self._keeps_less(region)
             if not reason and as_little and not region.is_long:
@@ -382,16 +393,17 @@ class Finder:
             elif len(region.nodes) > 1 or not self._is_call(region):
                 self.regions.append(region)
         # What a region that is left made for others, it makes still; what another was to compute again, it may need.
-        self._connect(self.regions)
+        self._set_results(self.regions)
         self._leave_to_xla()
-        self._pack()
+        for region in self.regions:
+            region.packed = frozenset()
+        self._pack([r for r in self.regions if r.gains])
         for region in self.regions:
             region.program = program_of(self.graph, region)
-            region.bytes = self._moved(region, region.packed)
+            region.bytes = self._moved(region)
 
-    def _pack(self) -> None:
+    def _pack(self, kernels: list[Region]) -> None:
         """Eight booleans to a byte, where kernels alone hand them on."""
-        kernels = [r for r in self.regions if r.gains]
         packed = self._masks(kernels)
         for region in kernels:
             region.packed = packed.intersection((*region.inputs, *region.results))
@@ -416,9 +428,10 @@ class Finder:
             and self.plain.isdisjoint(graph.users[v])
         )
 
-    def _moved(self, region: Region, packed: Collection[int]) -> int:
-        """Bytes that a region's kernel reads and writes, if some booleans are bits."""
+    def _moved(self, region: Region) -> int:
+        """Bytes that a region's kernel reads and writes."""
         values = (*region.inputs, *region.results)
+        packed = region.packed
         return sum(-(-self._nbytes(v) // 8) if v in packed else self._nbytes(v) for v in values)
 
     def _leave_to_xla(self) -> None:
@@ -468,9 +481,7 @@ class Finder:
             if costly or i not in region.nodes:
                 return set()
             again.add(i)
-            front += [
-                v for v in equation.reads if v not in there and size(graph.aval(v)) > region.rows
-            ]
+            front += [v for v in equation.reads if v not in there and graph.size(v) > region.rows]
         return again
 
     def _is_call(self, region: Region) -> bool:
@@ -500,7 +511,7 @@ class Finder:
         )
 
     def _nbytes(self, value) -> int:
-        return nbytes(self.graph.aval(value))
+        return self.graph.nbytes(value)
 
     def _bytes_of_xla(self, region: Region) -> int:
         """Bytes that XLA moves, at least: one pass for each level of reductions, and one for sums over rows.

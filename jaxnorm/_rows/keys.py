@@ -1,23 +1,37 @@
 """Random keys, which row programs take as their data."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def is_key(aval) -> bool:
     """Whether an array, or what describes one, is of random keys."""
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    dtype = aval.dtype
+    return not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def kind_of(array):
     """The generator of random keys; None of other arrays."""
     if not is_key(array):
         return None
-    if isinstance(array, jax.Array):
-        return jax.random.key_impl(array)
+    return _kind_of_dtype(array.dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def _kind_of_dtype(dtype):
     kinds: list = []
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), array)
+    key = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), key)
     return kinds[0]
+
+
+@functools.lru_cache(maxsize=256)
+def data_struct(shape, dtype) -> jax.ShapeDtypeStruct:
+    """What describes the data of random keys of a shape."""
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
 
 
 def data_of(array):

@@ -32,6 +32,7 @@ from jaxnorm._primitive.programs import closed_of, open_jaxpr, run_equation
 from jaxnorm._rows import equations
 from jaxnorm._rows.bits import pack, packed_aval, unpack
 from jaxnorm._rows.equations import NotARowProgram
+from jaxnorm._rows.keys import data_struct, kind_of, with_kind
 from jaxnorm._rows.view import View
 
 # Calls that mean what their body means, derivatives included: equation -> body. (Calls with rules of their own do not.)
@@ -247,7 +248,7 @@ class Flat:
         """A program of some values from others.
 
         Args:
-          operands: values that are given, including values that the program does not need.
+          operands: values that are given, including values that the program does not need; random keys as their data.
           results: what it returns.
           bits: booleans that are packed where they are operands or results.
           wide: 16-bit numbers that are float32 where they are operands or results.
@@ -257,6 +258,7 @@ class Flat:
           (closed jaxpr without constants, arrays that it takes behind its operands).
         """
         bits, wide = set(bits), set(wide)
+        kinds = {v: kind for v in operands if (kind := kind_of(self.avals[v])) is not None}
         nodes, live = self.needed(results, operands)
         constants = [v for v in self.constants if v in live and v not in operands]
 
@@ -266,6 +268,8 @@ class Flat:
                 values[value] = unpack(values[value], self.avals[value].shape[-1])
             for value in wide & values.keys():
                 values[value] = values[value].astype(self.avals[value].dtype)
+            for value, kind in kinds.items():
+                values[value] = with_kind(values[value], kind)
 
             def read(atom):
                 if isinstance(atom, Literal):
@@ -291,6 +295,8 @@ class Flat:
             aval = self.avals[value]
             if value in bits:
                 return packed_aval(aval)
+            if value in kinds:
+                return data_struct(aval.shape, aval.dtype)
             return aval_like(aval, aval.shape, np.float32) if value in wide else aval
 
         if avals is None:

@@ -14,7 +14,7 @@ from jax._src import (
 from jax._src.util import weakref_lru_cache  # private: see `cached_by_program`
 from jax.core import eval_jaxpr
 from jax.extend import linear_util
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, Literal, Var
 from jax.interpreters import partial_eval as pe
 
 _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
@@ -26,6 +26,10 @@ cached_by_program = weakref_lru_cache
 def trace_context():
     """The settings that JAX traces with, to be part of a key."""
     return config.trace_context()
+
+
+# JAX converts a number at once with NumPy, which warns if the result is infinite. XLA converts without a warning.
+_no_warnings = functools.partial(np.errstate, over="ignore")
 
 
 def closed_of(function: Callable, avals: Sequence):
@@ -42,10 +46,53 @@ def closed_of(function: Callable, avals: Sequence):
     return jax.make_jaxpr(with_operands)(*avals, *(v.aval for v in jaxpr.constvars)), consts
 
 
+class Assembly:
+    """A program of equations that were traced already, which takes less time than to trace them again."""
+
+    def __init__(self):
+        self._operands: list = []
+        self._equations: list = []
+
+    def operand(self, aval):
+        """The variable of a further operand."""
+        self._operands.append(Var(aval))
+        return self._operands[-1]
+
+    def equation(self, eqn, inputs: Sequence) -> list:
+        """The variables of an equation's results, for variables and literals of the types that it was traced for."""
+        outputs = [Var(v.aval) for v in eqn.outvars]
+        self._equations.append(eqn.replace(invars=list(inputs), outvars=outputs))
+        return outputs
+
+    def function(self, function: Callable, *inputs):
+        """The result of a function of arrays, which is traced."""
+        closed, consts = closed_of(function, [v.aval for v in inputs])
+        assert not consts
+        jaxpr, _ = open_jaxpr(closed)
+        values: dict = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom):
+            return atom if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self.equation(eqn, list(map(read, eqn.invars)))
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        (result,) = map(read, jaxpr.outvars)
+        return result
+
+    def closed(self, results: Sequence):
+        """The closed jaxpr."""
+        effects = frozenset().union(*(eqn.effects for eqn in self._equations))
+        names = DebugInfo("jit", "program", None, None)
+        jaxpr = Jaxpr([], self._operands, list(results), self._equations, effects, names)
+        return ClosedJaxpr(jaxpr, [])
+
+
 def run_program(closed, *operands) -> list:
     """Results of a closed jaxpr."""
     jaxpr, consts = open_jaxpr(closed)
-    return eval_jaxpr(jaxpr, consts, *operands)
+    with _no_warnings():
+        return eval_jaxpr(jaxpr, consts, *operands)
 
 
 def pruned(closed, used: Sequence[bool]):
@@ -67,13 +114,10 @@ def function_name(jaxpr) -> str:
 
 
 def run_equation(eqn, operands, params) -> list:
-    """Results of an equation under other parameters, with the names and the settings that it was traced with.
-
-    JAX converts a number at once with NumPy, which warns if the result is infinite. XLA converts without a warning.
-    """
+    """Results of an equation under other parameters, with the names and the settings that it was traced with."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     context = source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
-    with context, eqn.ctx.manager, np.errstate(over="ignore"):
+    with context, eqn.ctx.manager, _no_warnings():
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
 

@@ -29,9 +29,10 @@ def _kind_of_dtype(dtype):
 
 
 @functools.lru_cache(maxsize=256)
-def data_struct(shape, dtype) -> jax.ShapeDtypeStruct:
+def data_aval(shape, dtype):
     """What describes the data of random keys of a shape."""
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    keys = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.make_jaxpr(jax.random.key_data)(keys).out_avals[0]
 
 
 def data_of(array):

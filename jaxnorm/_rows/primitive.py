@@ -169,8 +169,7 @@ def typed(closed, avals: Sequence):
 
 @cached_by_program
 def _retyped(closed, avals):
-    flat = Flat(closed)
-    program, none = flat.program(flat.operands, flat.results, avals=avals)
+    program, none = closed_of(Flat(closed).run, avals)
     assert not none
     return program
 

@@ -28,11 +28,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxnorm._primitive.avals import aval_like, vary_along
-from jaxnorm._primitive.programs import closed_of, open_jaxpr, run_equation
+from jaxnorm._primitive.programs import Assembly, open_jaxpr, run_equation
 from jaxnorm._rows import equations
 from jaxnorm._rows.bits import pack, packed_aval, unpack
 from jaxnorm._rows.equations import NotARowProgram
-from jaxnorm._rows.keys import data_struct, kind_of, with_kind
+from jaxnorm._rows.keys import data_aval, kind_of, with_kind
 from jaxnorm._rows.view import View
 
 # Calls that mean what their body means, derivatives included: equation -> body. (Calls with rules of their own do not.)
@@ -243,7 +243,6 @@ class Flat:
         results: Sequence[Atom],
         bits: Iterable[int] = (),
         wide: Iterable[int] = (),
-        avals: Sequence | None = None,
     ):
         """A program of some values from others.
 
@@ -252,59 +251,67 @@ class Flat:
           results: what it returns.
           bits: booleans that are packed where they are operands or results.
           wide: 16-bit numbers that are float32 where they are operands or results.
-          avals: of the operands, where they live elsewhere than here.
 
         Returns:
           (closed jaxpr without constants, arrays that it takes behind its operands).
         """
         bits, wide = set(bits), set(wide)
-        kinds = {v: kind for v in operands if (kind := kind_of(self.avals[v])) is not None}
         nodes, live = self.needed(results, operands)
         constants = [v for v in self.constants if v in live and v not in operands]
-
-        def run(*arrays):
-            values = dict(zip((*operands, *constants), arrays, strict=True))
-            for value in bits & values.keys():
-                values[value] = unpack(values[value], self.avals[value].shape[-1])
-            for value in wide & values.keys():
-                values[value] = values[value].astype(self.avals[value].dtype)
-            for value, kind in kinds.items():
-                values[value] = with_kind(values[value], kind)
-
-            def read(atom):
-                if isinstance(atom, Literal):
-                    return atom.val
-                if atom not in values and atom in self.zeros:
-                    values[atom] = jnp.zeros(self.avals[atom].shape, self.avals[atom].dtype)
-                return values[atom]
-
-            for node in nodes:
-                outputs = run_node(node.eqn, [read(a) for a in node.inputs])
-                for value, output in zip(node.outputs, outputs, strict=True):
-                    values.setdefault(value, output)
-
-            def stored(result):
-                array = _array(result, read)
-                if result in bits:
-                    return pack(array)
-                return array.astype(jnp.float32) if result in wide else array
-
-            return [stored(r) for r in results]
-
-        def stored_aval(value):
+        made, values = Assembly(), {}
+        for value in (*operands, *constants):
             aval = self.avals[value]
+            kind = kind_of(aval) if value in operands else None
             if value in bits:
-                return packed_aval(aval)
-            if value in kinds:
-                return data_struct(aval.shape, aval.dtype)
-            return aval_like(aval, aval.shape, np.float32) if value in wide else aval
+                n = aval.shape[-1]
+                values[value] = made.function(
+                    lambda packed, n=n: unpack(packed, n), made.operand(packed_aval(aval))
+                )
+            elif value in wide:
+                values[value] = made.function(
+                    lambda x, dtype=aval.dtype: x.astype(dtype),
+                    made.operand(aval_like(aval, aval.shape, np.float32)),
+                )
+            elif kind is not None:
+                values[value] = made.function(
+                    lambda data, kind=kind: with_kind(data, kind),
+                    made.operand(data_aval(aval.shape, aval.dtype)),
+                )
+            else:
+                values[value] = made.operand(aval)
 
-        if avals is None:
-            avals = [stored_aval(v) for v in operands]
-        avals = [*avals, *(self.avals[v] for v in constants)]
-        closed, none = closed_of(run, avals)
-        assert not none
+        def read(atom):
+            if isinstance(atom, Literal):
+                return atom
+            if atom not in values and atom in self.zeros:
+                aval = self.avals[atom]
+                values[atom] = made.function(lambda: jnp.zeros(aval.shape, aval.dtype))
+            return values[atom]
+
+        for node in nodes:
+            outputs = made.equation(node.eqn, list(map(read, node.inputs)))
+            for value, output in zip(node.outputs, outputs, strict=True):
+                values.setdefault(value, output)
+
+        def stored(result):
+            if isinstance(result, Literal):
+                return made.function(lambda: _number(result))
+            if result in bits:
+                return made.function(pack, read(result))
+            if result in wide:
+                return made.function(lambda x: x.astype(jnp.float32), read(result))
+            return read(result)
+
+        closed = made.closed(list(map(stored, results)))
         return closed, [self.constants[v] for v in constants]
+
+    def run(self, *operands) -> list:
+        """The results for operands of any types."""
+        values = dict(zip(self.operands, operands, strict=True))
+        for node in self.nodes:
+            inputs = [a.val if isinstance(a, Literal) else values[a] for a in node.inputs]
+            values.update(zip(node.outputs, run_node(node.eqn, inputs), strict=True))
+        return [_number(a) if isinstance(a, Literal) else values[a] for a in self.results]
 
     def equations_of(self, values: Iterable[int], results: Sequence[Atom]):
         """(the equations that compute values, as the compiler has them; a compiler's value for each of them)."""
@@ -371,12 +378,9 @@ def run_node(eqn, operands) -> list:
     return run_equation(eqn, operands, eqn.params)
 
 
-def _array(atom, read):
-    value = read(atom)
-    if not isinstance(atom, Literal):
-        return value
-    aval: Any = atom.aval
-    return jnp.asarray(value, aval.dtype)
+def _number(literal: Literal):
+    aval: Any = literal.aval
+    return jnp.asarray(literal.val, aval.dtype)
 
 
 # ---- the cut ----

@@ -75,7 +75,7 @@ DEVICE u32 max_nan_float16(u32 a, u32 b) {
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
-// a + b by a multiplication with 1, a number that only the launch shows: the FMA pipe adds, and not the ALU pipe.
+// a + b as a * 1 + b. The compiler does not know that blocks have a depth of 1, so the FMA pipe adds, not the ALU pipe.
 DEVICE u32 add_by_fma_pipe(u32 a, u32 b) {
   u32 y;
   asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(blockDim.z), "r"(b));

@@ -241,7 +241,6 @@ class Graph:
     def __init__(self, flat: Flat):
         self.flat = flat
         self.equations = _equations(flat)
-        self._sizes: dict[int, int] = {}
         self.producer = {v: i for i, e in enumerate(self.equations) for v in e.node.outputs}
         self.users: dict[int, list[int]] = collections.defaultdict(list)
         for i in range(len(self.equations)):
@@ -299,10 +298,7 @@ class Graph:
 
     def size(self, value: int) -> int:
         """The number of elements of a value."""
-        found = self._sizes.get(value)
-        if found is None:
-            found = self._sizes[value] = math.prod(self.aval(value).shape)
-        return found
+        return math.prod(self.aval(value).shape)
 
     def nbytes(self, value: int) -> int:
         """The bytes of a value; none for random keys."""

@@ -65,7 +65,6 @@ class Finder:
         self.left: list[tuple[Region, str]] = []
         self.plain: set[int] = set()
         self._taken: set[int] = set()
-        self._may_be_of_rows: dict[tuple, bool] = {}  # by kind of equation, sizes of rows, columns
         self._refusals: dict[int, str] = {}  # by program
         for i, rows in self._seeds():
             if i not in self._taken:
@@ -151,15 +150,17 @@ class Finder:
     def _may_fit(self, i: int, reduction: Reduction) -> bool:
         """Whether an equation is one of a region's rows, if the region has what else it needs for that."""
         equation, shape, columns = self.graph.equations[i], reduction.shape, reduction.columns
-        if i in self._taken or not equation.kind.known:
-            return False
-        key = equation.kind, shape, columns
-        if key not in self._may_be_of_rows:
-            self._may_be_of_rows[key] = equation.kind.sums_rows or all(
-                self._is_of_rows(v, shape, columns) or self.graph.size(v) <= 8 * columns
-                for v in equation.node.outputs
+        return (
+            i not in self._taken
+            and equation.kind.known
+            and (
+                equation.kind.sums_rows
+                or all(
+                    self._is_of_rows(v, shape, columns) or self.graph.size(v) <= 8 * columns
+                    for v in equation.node.outputs
+                )
             )
-        return self._may_be_of_rows[key]
+        )
 
     def stops(self, region: Region) -> tuple[str, ...]:
         """What ended a region, and where."""
@@ -236,7 +237,7 @@ class Finder:
     def _refusal(self, region: Region) -> str:
         """Sets a region's program. Returns why rows cannot run it, or ""."""
         region.program = program_of(self.graph, region)
-        key = id(region.program)  # the graph has it, as an equal region may be there
+        key = id(region.program)  # equal regions have one program, which the graph keeps
         if key not in self._refusals:
             try:
                 primitive.check(region.program, row_sums=True)
@@ -283,7 +284,7 @@ class Finder:
             whole = [v for v in region.inputs if self._is_whole(v, region)]
             tried: set[int] = set()
             while untried := [v for v in whole if v not in tried]:
-                v = max(untried, key=self._nbytes)
+                v = max(untried, key=self.graph.nbytes)
                 tried.add(v)
                 cone = self._cone(v, region, readers)
                 if not cone:
@@ -292,10 +293,12 @@ class Finder:
                 inputs = self._inputs({*region.nodes, *again})
                 # Of a longer array, no more than the piece is read.
                 new = sum(
-                    min(self._nbytes(u), self._nbytes(v)) for u in inputs if u not in region.inputs
+                    min(self.graph.nbytes(u), self.graph.nbytes(v))
+                    for u in inputs
+                    if u not in region.inputs
                 )
                 others = any(r is not region for r in readers[v])
-                if v not in inputs and new < self._nbytes(v) * (1 if others else 2):
+                if v not in inputs and new < self.graph.nbytes(v) * (1 if others else 2):
                     readers[v].remove(region)
                     for u in inputs:
                         if u not in region.inputs:
@@ -395,8 +398,6 @@ class Finder:
         # What a region that is left made for others, it makes still; what another was to compute again, it may need.
         self._set_results(self.regions)
         self._leave_to_xla()
-        for region in self.regions:
-            region.packed = frozenset()
         self._pack([r for r in self.regions if r.gains])
         for region in self.regions:
             region.program = program_of(self.graph, region)
@@ -405,7 +406,7 @@ class Finder:
     def _pack(self, kernels: list[Region]) -> None:
         """Eight booleans to a byte, where kernels alone hand them on."""
         packed = self._masks(kernels)
-        for region in kernels:
+        for region in self.regions:
             region.packed = packed.intersection((*region.inputs, *region.results))
         if any(self._refusal(r) for r in kernels if r.packed):
             for region in kernels:
@@ -432,7 +433,9 @@ class Finder:
         """Bytes that a region's kernel reads and writes."""
         values = (*region.inputs, *region.results)
         packed = region.packed
-        return sum(-(-self._nbytes(v) // 8) if v in packed else self._nbytes(v) for v in values)
+        return sum(
+            -(-self.graph.nbytes(v) // 8) if v in packed else self.graph.nbytes(v) for v in values
+        )
 
     def _leave_to_xla(self) -> None:
         """Lets XLA compute what only elementwise code reads, where it reads fewer bytes for that."""
@@ -458,8 +461,8 @@ class Finder:
             equations = [graph.equations[i] for i in again]
             made = {v for e in equations for v in e.node.outputs}
             needed = {v for e in equations for v in e.reads if v not in made}
-            whole = sum(self._nbytes(v) for v in needed if self._is_whole(v, region))
-            if left and whole < 2 * sum(map(self._nbytes, left)):
+            whole = sum(self.graph.nbytes(v) for v in needed if self._is_whole(v, region))
+            if left and whole < 2 * sum(map(self.graph.nbytes, left)):
                 self.plain |= again
                 kept = {*needed, *region.results} - set(left)
                 region.results = [
@@ -504,14 +507,11 @@ class Finder:
             return False
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
         results = {v for v in region.results if self._is_whole(v, region)}
-        if sum(map(self._nbytes, (*inputs, *results))) > 4 * region.rows * region.columns:
+        if sum(map(self.graph.nbytes, (*inputs, *results))) > 4 * region.rows * region.columns:
             return False
         return any(u not in region.nodes for v in inputs for u in graph.users[v]) or any(
             r is not region and not inputs.isdisjoint(r.inputs) for r in regions
         )
-
-    def _nbytes(self, value) -> int:
-        return self.graph.nbytes(value)
 
     def _bytes_of_xla(self, region: Region) -> int:
         """Bytes that XLA moves, at least: one pass for each level of reductions, and one for sums over rows.
@@ -538,7 +538,7 @@ class Finder:
             for step in range(equation.kind.depth):
                 passes[at + step, False] |= read
             if equation.kind.joins and costly & set(equation.reads):
-                pieces += sum(self._nbytes(v) for v in equation.reads if v not in inputs)
+                pieces += sum(self.graph.nbytes(v) for v in equation.reads if v not in inputs)
             at += equation.kind.depth
             if equation.kind.names & _EXPENSIVE or costly & set(equation.reads):
                 costly.update(equation.node.outputs)
@@ -559,10 +559,10 @@ class Finder:
         few = (v for v in region.inputs if v not in inputs)
         if all(graph.equations[i].kind.joins for i in region.nodes):
             products = max(map(self._products, region.results))
-            pieces += max(0, products - 1) * sum(map(self._nbytes, region.results))
+            pieces += max(0, products - 1) * sum(map(self.graph.nbytes, region.results))
         return (
             2 * pieces
-            + sum(self._nbytes(v) for read in whole for v in read)
-            + sum(map(self._nbytes, few))
-            + sum(map(self._nbytes, region.results))
+            + sum(self.graph.nbytes(v) for read in whole for v in read)
+            + sum(map(self.graph.nbytes, few))
+            + sum(map(self.graph.nbytes, region.results))
         )

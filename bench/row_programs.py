@@ -342,6 +342,12 @@ def kl_distillation(student, teacher):
     return jnp.sum(jnp.exp(p) * (p - q), -1)
 
 
+def kl_penalty_step(logits, reference):
+    """The divergence of logits from a reference, and its gradient: one region of a training step."""
+    divergence, pullback = jax.vjp(lambda x: kl_distillation(reference, x), logits)
+    return divergence, *pullback(jnp.ones_like(divergence))
+
+
 def soft_label_cross_entropy(logits, probabilities):
     return -jnp.sum(wide(probabilities) * jax.nn.log_softmax(wide(logits)), -1)
 
@@ -437,6 +443,12 @@ def _np_fp8(x, scale):
 def _np_kl(student, teacher):
     p = _np_softmax(teacher)
     return np.sum(p * _np_log_softmax(teacher), -1) - np.sum(p * _np_log_softmax(student), -1)
+
+
+def _np_kl_step(logits, reference):
+    divergence = _np_kl(reference, logits)
+    log_ratio = _np_log_softmax(logits) - _np_log_softmax(reference)
+    return divergence, _np_softmax(logits) * (log_ratio - divergence[:, None])
 
 
 def _np_entropy(logits):
@@ -693,6 +705,16 @@ _MAIN = (
         _SMALL_VOCABULARY,
         0.97,
         0.93,
+    ),
+    _case(
+        "kl_penalty_step",
+        kl_penalty_step,
+        _reference(_np_kl_step),
+        _distillation_arguments("normal"),
+        0,
+        _VOCABULARY,
+        _SMALL_VOCABULARY,
+        0.80,
     ),
     _case(
         "soft_label_cross_entropy",

@@ -121,3 +121,20 @@ def test_what_regions_leave_is_looked_at_where_a_norm_may_be():
     for function, found in (*norms, (adam, False), (rotated, False)):
         nodes = Flat(jax.make_jaxpr(function)(x), body_of=grown._opened).nodes
         assert plan.may_find(nodes) is found, function
+
+
+def test_a_softmax_whose_sum_other_code_reads_is_more_than_one_fusion_of_xla():
+    """Backward code reads the sum; a fusion of XLA's has one result."""
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
+
+    def softmax(x):
+        unnormalized = jnp.exp(x - x.max(-1, keepdims=True))
+        total = unnormalized.sum(-1, keepdims=True)
+        return unnormalized / total, total
+
+    def region_of(function):
+        (found,) = regions.Finder(Flat(jax.make_jaxpr(function)(x))).regions
+        return found
+
+    assert not region_of(lambda x: softmax(x)[0]).gains
+    assert region_of(softmax).gains

@@ -518,8 +518,9 @@ class Finder:
 
         A fusion of XLA's ends at a reduction whose result is spread along the row again. What several fusions need is
         computed in each of them. One array of all elements that is read, one that is written, and a sum and an extreme
-        value along rows between them are a single fusion if rows are short. Pieces of rows that cost something to
-        compute are written before they are joined. What joins pieces alone is computed once for each product.
+        value along rows between them are a single fusion if rows are short and no other code reads the sum or the
+        extreme value. Pieces of rows that cost something to compute are written before they are joined. What joins
+        pieces alone is computed once for each product.
         """
         graph = self.graph
         inputs = {v for v in region.inputs if self._is_whole(v, region)}
@@ -547,7 +548,9 @@ class Finder:
                 reads[v] = read if self._is_whole(v, region) else frozenset()
                 if v in large:
                     passes[at, False] |= read
-        alone = len(large) == 1 and not any(over_rows for _, over_rows in passes)
+        alone = len(large) == len(region.results) == 1 and not any(
+            over_rows for _, over_rows in passes
+        )
         sums = sum(
             r.along_row and not r.extreme
             for i in region.nodes

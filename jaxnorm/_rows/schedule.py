@@ -42,6 +42,9 @@ CACHED_PART = 8 * 1024
 LONG_PART = 16 * 1024
 # The part of a ring's shared memory that rows may fill, where stages have parts of rows. The rest is fetched ahead.
 PARTS_FILL = 0.68
+# Partial results of an exchange from which on small blocks hold parts of rows. A multiprocessor has several of them:
+# one computes while another one exchanges.
+MANY_WORDS, SMALL_BLOCK = 4, 256
 # Slots of a row that few threads share.
 SHORT_ROWS = 128
 # Elements of a row that a thread may have where that leaves fewer threads idle.
@@ -393,9 +396,11 @@ class _Scheduler:
         # Operands of columns come from the L2 cache in each round.
         several = self.column_bytes > self.row_bytes and cluster_of(2) <= 2
         rows = 1 if shifted else self.asked.get("rows_at_once") or (2 if several else 1)
-        cluster = self.asked.get("cluster") or cluster_of(rows)
+        small = max(exchanged_words(self.phases), default=0) >= MANY_WORDS
+        cluster = self.asked.get("cluster") or (8 if small else cluster_of(rows))
         part = -(-count // cluster)
-        lanes = min(self.asked.get("lanes", THREADS_MAX), round_up(part, 32))
+        most_lanes = self.asked.get("lanes") or (SMALL_BLOCK if small else THREADS_MAX)
+        lanes = min(most_lanes, round_up(part, 32))
         # At least two parts a row, so that one is fetched while another one is read.
         most_slots = max(1, min(16 // (self.panels * vector), part // (2 * lanes)))
         slots = self.asked.get("slots") or most_slots
@@ -420,7 +425,7 @@ class _Scheduler:
             shifted=shifted,
         )
         # More parts than two rows have would wait in any case.
-        return self._with_registers(self._with_stages(plan, 2 * rounds))
+        return self._with_registers(self._with_stages(plan, rounds if small else 2 * rounds))
 
     def _grid(self, vector, count, can_cut) -> StepsShape | None:
         if not (

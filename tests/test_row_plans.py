@@ -70,7 +70,7 @@ soft_capped_softmax forward               32 4x8        4 128x6   registers    2
 soft_capped_softmax backward              32 4x8        4 128x4   registers    2
 kl_distillation forward                  512 2x8*4      1 512x2   stream       0
 kl_distillation backward                1024 4x8        1 1024x1  registers    0
-kl_penalty_step forward                8*256 2x8*4      1 256x3   ring 4       0 persistent
+kl_penalty_step forward                8*128 4x8*4      1 128x3   ring 4       0 persistent
 soft_label_cross_entropy forward         512 2x8*4      1 512x2   stream       0
 soft_label_cross_entropy backward       1024 4x8        1 1024x1  registers    0
 entropy forward                          512 4x8*8      1 512x2   stream       0

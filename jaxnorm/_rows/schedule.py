@@ -44,7 +44,7 @@ LONG_PART = 16 * 1024
 PARTS_FILL = 0.68
 # Partial results of an exchange from which on small blocks hold parts of rows. A multiprocessor has several of them:
 # one computes while another one exchanges.
-MANY_WORDS, SMALL_BLOCK = 4, 256
+MANY_WORDS, SMALL_BLOCK = 4, 128
 # Slots of a row that few threads share.
 SHORT_ROWS = 128
 # Elements of a row that a thread may have where that leaves fewer threads idle.
@@ -402,7 +402,8 @@ class _Scheduler:
         most_lanes = self.asked.get("lanes") or (SMALL_BLOCK if small else THREADS_MAX)
         lanes = min(most_lanes, round_up(part, 32))
         # At least two parts a row, so that one is fetched while another one is read.
-        most_slots = max(1, min(16 // (self.panels * vector), part // (2 * lanes)))
+        elements = 32 if small else 16
+        most_slots = max(1, min(elements // (self.panels * vector), part // (2 * lanes)))
         slots = self.asked.get("slots") or most_slots
         rounds = -(-part // (lanes * slots))
         slots = -(-part // (lanes * rounds))
@@ -425,7 +426,7 @@ class _Scheduler:
             shifted=shifted,
         )
         # More parts than two rows have would wait in any case.
-        return self._with_registers(self._with_stages(plan, rounds if small else 2 * rounds))
+        return self._with_registers(self._with_stages(plan, max(2, rounds) if small else 2 * rounds))
 
     def _grid(self, vector, count, can_cut) -> StepsShape | None:
         if not (

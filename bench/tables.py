@@ -27,7 +27,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 # README's tables are of the files of this card. Those of training steps are of another one.
 DEVICE = "h100"
-TRAIN_DEVICE = "h200"
+MODELS_DEVICE = "h200"
 
 # Operations of README's tables, each with a file of its own.
 REPORTED = (
@@ -276,8 +276,8 @@ def _program() -> Rows:
 
 
 def _train() -> Rows:
-    records = _read("train", device=TRAIN_DEVICE)
-    name = _header("train", device=TRAIN_DEVICE)["device"]
+    records = _read("models", device=MODELS_DEVICE)
+    name = _header("models", MODELS_DEVICE)["device"]
     heads = (
         f"whole training step, one jit, bfloat16, {name}, Flax → jaxnorm | step | temporary memory"
     )
@@ -290,8 +290,8 @@ def _train() -> Rows:
         ),
         "transformer 16x1024 bfloat16": "transformer, 12 layers, d = 1024, 16 × 1024 tokens, Linen",
     }
-    for ours in _cases(records, "train"):
-        flax = records["train", ours["case"], "step", "flax"]
+    for case, label in labels.items():
+        flax, ours = (records["train", case, "step", name] for name in ("flax", "jaxnorm"))
         step, *memory = (
             f"{flax[key] / size:.1f} → {ours[key] / size:.1f} {unit}"
             for key, size, unit in (
@@ -300,9 +300,7 @@ def _train() -> Rows:
                 ("residual_bytes", 1e9, "GB"),
             )
         )
-        rows.append(
-            [labels[ours["case"]], f"{step} ({_ratio(flax['seconds'] / ours['seconds'])})", *memory]
-        )
+        rows.append([label, f"{step} ({_ratio(flax['seconds'] / ours['seconds'])})", *memory])
     return rows
 
 
@@ -338,7 +336,7 @@ def _difference(plain: dict, record: dict) -> float:
 def _steps() -> dict[str, list[dict]]:
     """Records of each model's step: plain, under autofuse, with calls by hand."""
     steps: dict[str, list[dict]] = {}
-    for record in _run("models")["records"]:
+    for record in _run("models", MODELS_DEVICE)["records"]:
         steps.setdefault(record["case"], []).append(record)
     return steps
 
@@ -514,15 +512,16 @@ def _models_speed() -> str:
             "–" if r["error"] else _ratio(plain["seconds"] / r["seconds"]) for r in others
         )
         speeds.append(f"{MODELS[case][0]} {ours} ({hand})")
+    device = _header("models", MODELS_DEVICE)["device"]
     return (
-        f"Speed of whole training steps on one {_header('models')['device']} against the same step without that line, "
-        f"and in brackets with calls by hand; below 1 is slower: {', '.join(speeds)}. "
+        f"Speed of whole training steps on one {device} against the same step without that line, and in "
+        f"brackets with calls by hand; below 1 is slower: {', '.join(speeds)}. "
         "[docs/autofuse.md](docs/autofuse.md#whole-models) has the models, and what becomes of memory."
     )
 
 
 def _models_card() -> str:
-    header = _header("models")
+    header = _header("models", MODELS_DEVICE)
     versions = header["versions"]
     return f"Each step on one {header['device']}, jax {versions['jax']}, Flax {versions['flax']}."
 

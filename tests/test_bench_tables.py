@@ -41,8 +41,8 @@ def results(tmp_path, monkeypatch):
 
     Row i of a file takes i + 1 microseconds at half of the copy rate, XLA's twice as long and PyTorch's three times.
     """
-    ours = (f"{tables.DEVICE}-{name}" for name in ("models", "head", "head-split"))
-    for name in (f"{stem}.json" for stem in (f"{tables.TRAIN_DEVICE}-train", *ours)):
+    heads = (f"{tables.DEVICE}-{name}" for name in ("head", "head-split"))
+    for name in (f"{stem}.json" for stem in (f"{tables.MODELS_DEVICE}-models", *heads)):
         timing.write_json(tmp_path / name, timing.read_json(tables.RESULTS / name))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for device in ("h100", "h200", "h200-cached"):
@@ -159,7 +159,7 @@ def test_tables_of_models(results):
             "error": "out of memory" if failed else None,
         }
 
-    _change(results / f"{tables.DEVICE}-models.json", change)
+    _change(results / f"{tables.MODELS_DEVICE}-models.json", change)
     head, *rows = tables.TABLES["models"]()
     assert head[:4] == ["model", "plain", "autofuse: step", "rest"]
     assert rows[2] == [
@@ -176,7 +176,7 @@ def test_tables_of_models(results):
     def recomputed(r):
         return {"losses": [-2.0, 1.0, 0.4]} if "recompute" in r["case"] else {}
 
-    _change(results / f"{tables.DEVICE}-models.json", recomputed)
+    _change(results / f"{tables.MODELS_DEVICE}-models.json", recomputed)
     losses = tables.TEXTS["models/losses"]()
     assert "from -2.0 to 0.500" in losses
     assert "up to 5.00 % apart" in losses
@@ -187,7 +187,7 @@ def test_models_are_those_of_the_training_steps():
     train = pytest.importorskip("bench.train")
     full = train.CASES["full"]
     assert [case.label for case in full] == list(tables.MODELS)
-    records = timing.read_json(tables.RESULTS / f"{tables.DEVICE}-models.json")["records"]
+    records = timing.read_json(tables.RESULTS / f"{tables.MODELS_DEVICE}-models.json")["records"]
     expected = [(case.label, name) for case in full for name in case.implementations]
     assert [(r["case"], r["implementation"]) for r in records] == expected
     assert {len(r["losses"]) for r in records} == {train.LOSSES}

@@ -426,7 +426,9 @@ class _Scheduler:
             shifted=shifted,
         )
         # More parts than two rows have would wait in any case.
-        return self._with_registers(self._with_stages(plan, max(2, rounds) if small else 2 * rounds))
+        return self._with_registers(
+            self._with_stages(plan, max(2, rounds) if small else 2 * rounds)
+        )
 
     def _grid(self, vector, count, can_cut) -> StepsShape | None:
         if not (

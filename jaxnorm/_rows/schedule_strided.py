@@ -11,8 +11,10 @@ import dataclasses
 
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.graph import Node
+from jaxnorm._rows.kept import with_kept
 from jaxnorm._rows.plan import REGISTERS, REGISTERS_MAX, THREADS_MAX, Plan
 from jaxnorm._rows.shared_memory import shared_bytes
+from jaxnorm._rows.traits import Traits
 
 # Rows of a thread, at most: each has values of its own, which take registers and are exchanged one by one.
 ROWS_MAX = 4
@@ -28,9 +30,9 @@ THREADS = 256  # of a block, where that is enough
 REGISTERS_OTHER = 26  # for addresses, counters and intermediate results
 
 
-def strided_plan(scheduler) -> Plan:
+def strided_plan(traits: Traits) -> Plan:
     """The plan for a program whose rows lie side by side."""
-    return _Strided(scheduler).plan()
+    return _Strided(traits).plan()
 
 
 def apart(layout, row_sizes, count: int) -> int | None:
@@ -77,14 +79,10 @@ def _is_vector(layout, row_sizes, count) -> bool:
 class _Strided:
     """The choice of a plan, for one program on one device."""
 
-    def __init__(self, scheduler):
-        self.scheduler, self.asked = scheduler, scheduler.asked
-        self.program, self.device, self.phases = (
-            scheduler.program,
-            scheduler.device,
-            scheduler.phases,
-        )
-        sizes = [d.itemsize for d in scheduler.dtypes]
+    def __init__(self, traits: Traits):
+        self.program, self.device, self.asked = traits.program, traits.device, traits.asked
+        self.phases = traits.phases
+        sizes = [d.itemsize for d in traits.dtypes]
         self.largest = max(sizes, default=4)
         self.smallest = min((n for n in sizes if n > 1), default=self.largest)
         self.rows = self._rows_at_once()
@@ -204,7 +202,7 @@ class _Strided:
             side=side,
         )
         blocks = self.asked.get("blocks") or self._blocks(plan)
-        return self.scheduler.kept(dataclasses.replace(plan, blocks=blocks)).plan
+        return with_kept(self.program, self.phases, dataclasses.replace(plan, blocks=blocks)).plan
 
     def _blocks(self, plan) -> int:
         """As many blocks as there are registers for."""

@@ -1,0 +1,317 @@
+"""A tile of rows at a time: which threads share a row, and how many rows a block and its threads have at once."""
+
+import math
+
+from jaxnorm._rows.plan import THREADS_MAX, Plan
+from jaxnorm._rows.schedule_blocks import block_numbers, blocks_of_sums, with_registers, with_stages
+from jaxnorm._rows.shared_memory import round_up, slots_of, stage_bytes
+from jaxnorm._rows.traits import LONG_PART, LONG_ROWS, Traits
+
+# Slots of a row that few threads share.
+SHORT_ROWS = 128
+# Rows with more columns have 64 elements of 16 bits a thread instead of 32: more loads are under way then, because more
+# elements share a thread's registers of addresses and counters. If a row has operands of columns, two blocks of threads
+# with so many elements hold rows up to the second number.
+MANY_COLUMNS = 8192, 24 * 1024
+# Elements of a row that a thread may have where that leaves fewer threads idle.
+SLOT_ELEMENTS = 56
+# Elements of rows that 512 threads share although more threads could: one block loads while another one writes or
+# exchanges.
+BLOCK_ELEMENTS = 20 * 1024
+# Bytes that the stages of a multiprocessor's blocks have where rows are summed up: more are not faster.
+STAGED_BYTES = 64 * 1024
+# Bytes of a block's stages where nothing is summed up.
+RING_BYTES = 48 * 1024
+# Where rows are summed up, a warp has rows of so many columns to itself: 40 elements a thread, or 32 with more than two
+# sums, which registers hold for each column.
+WARP_COLUMNS = 40 * 32
+WARP_COLUMNS_OF_MANY_SUMS = 32 * 32
+
+
+def plan_of_tiles(traits: Traits, source: str) -> Plan:
+    """The plan for rows from a source: "registers", "ring" or "stream"."""
+    return _Tiles(traits, source).plan()
+
+
+class _Tiles:
+    """The choice of a plan.
+
+    Attributes:
+      traits: of the program.
+      source: where rows are between phases.
+      persistent: whether blocks stay for many tiles.
+      vector, count: columns of a slot, and slots of a row's panel.
+      elements: of a slot, in all panels.
+      cluster: blocks that share a row.
+      part: slots of a panel that a block has.
+    """
+
+    def __init__(self, traits: Traits, source: str):
+        self.traits, self.asked = traits, traits.asked
+        self.shifted = traits.shifted
+        self.persistent = source == "ring" or traits.sums
+        self.vector = traits.vector
+        if self.shifted and traits.columns and not self.persistent and "vector" not in self.asked:
+            # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
+            self.vector = max(2, math.gcd(traits.program.width, self.vector))
+        self.count = slots_of(traits.program.width, self.vector, self.shifted)
+        self.elements = traits.panels * self.vector
+        self.source, self.cluster = source, self._cluster(source)
+        if source == "ring" and not traits.fits_ring(self.cluster):
+            self.source, self.cluster = "stream", 1
+        self.part = -(-self.count // self.cluster)
+
+    def plan(self) -> Plan:
+        traits, in_ring = self.traits, self.source == "ring"
+        lanes, slots, rounds = self._shares()
+        threads = self._threads(lanes, rounds)
+        group_rows = traits.group_rows
+        groups = threads // lanes if lanes <= 32 else 1
+        while isinstance(group_rows, int) and groups > 1 and group_rows % groups:
+            groups //= 2
+        if lanes <= 32 and self.cluster == 1 and groups * lanes >= 32:
+            threads = groups * lanes
+        at_once = self._rows_at_once(groups, slots * self.elements, threads)
+        passes = 1
+        if in_ring and self.cluster == 1 and not (self.shifted or traits.in_cache):
+            passes = self._passes(groups * at_once)
+        plan = Plan(
+            source=self.source,
+            vector=self.vector,
+            lanes=lanes,
+            slots=slots,
+            rounds=rounds,
+            threads=threads,
+            cluster=self.cluster,
+            rows_at_once=at_once,
+            passes=passes,
+            stages=0,
+            blocks=1,
+            persistent=self.persistent,
+            hoist=self._hoist(slots * self.elements) if rounds == 1 else "",
+            hold_shared=in_ring and not (self.cluster > 1 and len(traits.wholes) == 1),
+            keep=frozenset(),
+            shifted=self.shifted,
+        )
+        if in_ring:
+            plan = with_stages(traits, plan, max(2, self._stages(plan)))
+        return with_registers(traits, plan)
+
+    # ---- threads that share a row ----
+
+    def _cluster(self, source: str) -> int:
+        """How many blocks share a row."""
+        traits = self.traits
+        if source != "ring" or not traits.can_cut:
+            return 1
+        if "cluster" in self.asked:
+            return self.asked["cluster"]
+        # An exchange within a block costs less than one between blocks.
+        if traits.columns_stay:
+            return traits.blocks_with_columns
+        width, whole = (
+            traits.program.width * traits.panels,
+            (traits.device.shared_bytes - 8192) // 2,
+        )
+        most = 2 * LONG_PART if not traits.sums else 256 * 32 if traits.heavy else 512 * 24
+        alone = LONG_PART if traits.cheap and not traits.sums else most
+        if traits.row_bytes <= whole and width <= alone:
+            return 1
+        fits = (c for c in (2, 4, 8) if traits.row_bytes <= whole * c and width <= most * c)
+        return next(fits, 8)
+
+    def _shares(self) -> tuple[int, int, int]:
+        """(threads that share a block's part of a row, slots of a thread at once, how often it has so many)."""
+        lanes, sums = self.asked.get("lanes") or self._lanes(), self.traits.sums
+        if self.source != "stream":
+            return lanes, -(-self.part // lanes), 1
+        slots = self.asked.get("slots") or (4 if len(self.traits.wholes) == 1 else 2)
+        slots = max(1, min(slots, -(-self.part // lanes), 32 // self.elements or 1))
+        # A block that keeps sums over rows in memory, because registers do not hold them, has one row at a time.
+        lanes = max(lanes, 32) if sums and lanes * slots < self.part else lanes
+        return lanes, slots, -(-self.part // (lanes * slots))
+
+    def _lanes(self) -> int:
+        """Threads that share a block's part of a row."""
+        traits, part, elements = self.traits, self.part, self.elements
+        if not traits.wholes and not traits.phases.wholes and traits.program.width == 1:
+            return 1
+        if self.source == "stream":
+            # Rows that do not fill the GPU with small blocks get the largest ones.
+            most = 512 if not self.shifted else THREADS_MAX if traits.few_rows else 256
+            return min(most, max(32, round_up(part, 32)))
+        if part * elements <= self._warp_columns():
+            return self._lanes_of_short_row()
+        wanted = self._wanted_elements()
+        fewest = -(-part // self._most_threads(wanted))
+        wanted_slots = max(1, wanted // elements)
+
+        def cost(slots):
+            """Threads without a slot cost as much as others; more or less work for each thread costs little."""
+            idle = round_up(-(-part // slots), 32) * slots / part
+            return idle * (1 + 0.05 * abs(math.log2(slots / wanted_slots))), slots
+
+        most_slots = max(fewest, wanted_slots, SLOT_ELEMENTS // elements)
+        slots = min(range(fewest, most_slots + 1), key=cost)
+        return round_up(-(-part // slots), 32)
+
+    def _warp_columns(self) -> int:
+        """Columns of rows that a warp has to itself."""
+        traits = self.traits
+        if (
+            self.source == "ring"
+            and traits.sums
+            and not traits.phases.group_dims
+            and not self.shifted
+        ):
+            many = len(traits.phases.row_sums) > 2
+            return WARP_COLUMNS_OF_MANY_SUMS if many else WARP_COLUMNS
+        return 32 * self._most_elements_of_short_row
+
+    @property
+    def _most_elements_of_short_row(self) -> int:
+        return 16 if self.traits.sums or self.traits.columns else 32
+
+    def _lanes_of_short_row(self) -> int:
+        lanes, most = min(32, _power_of_2(self.part)), self._most_elements_of_short_row
+        # A thread has 16 elements of a short row that is normalized.
+        fewest = 4 if self.traits.columns and len(self.traits.wholes) == 1 else 8
+        while (
+            lanes > fewest
+            and -(-self.part // (lanes // 2)) * self.elements <= most
+            and lanes * self.vector >= 64
+        ):
+            lanes //= 2
+        return lanes
+
+    def _wanted_elements(self) -> int:
+        """Elements of a row that a thread should have."""
+        traits, source, vector = self.traits, self.source, self.vector
+        if traits.sums:
+            return 8 if not traits.levels and not traits.heavy else 32 if self.shifted else 16
+        if source == "ring" and traits.columns_stay:
+            return 32
+        if self.cluster > 1:
+            return 16 if traits.cheap else 64
+        if vector == 1 or not traits.levels or traits.shared_rows:
+            return 16
+        if traits.columns and source == "registers" and self.part <= SHORT_ROWS:
+            return 16
+        if len(traits.wholes) > 1 and (traits.cheap or traits.row_bytes <= LONG_ROWS[0]):
+            return 16
+        least, most = MANY_COLUMNS
+        width = traits.program.width
+        many = width > least and not (traits.columns and width > most)
+        many = many and traits.cheap and traits.dtypes[0].itemsize == 2
+        return 64 if many and source == "registers" and not self.shifted else 32
+
+    def _most_threads(self, wanted) -> int:
+        """The most threads that share a block's part of a row, where a thread should have so many elements."""
+        traits = self.traits
+        if traits.sums:
+            return 256 if traits.heavy else 512
+        if self.source == "ring":
+            return 512 if self.cluster == 1 or wanted == 64 else THREADS_MAX
+        fit = self.part * self.elements <= max(512 * wanted, BLOCK_ELEMENTS)
+        return 512 if fit or not traits.phases.wholes else THREADS_MAX
+
+    # ---- threads and rows of a block ----
+
+    def _threads(self, lanes, rounds) -> int:
+        if lanes > 32 or self.cluster > 1 or self.shifted or (rounds > 1 and self.traits.sums):
+            threads = lanes
+        else:
+            threads = max(lanes, 128 if lanes == 32 else 256)
+        threads = self.asked.get("threads") or threads
+        room = self.traits.device.shared_bytes - 8192
+        while (
+            self.source == "ring"
+            and lanes <= 32 < threads
+            and 2 * threads // lanes * self.traits.row_bytes > room
+        ):
+            threads //= 2
+        return threads
+
+    def _rows_at_once(self, groups, elements, threads) -> int:
+        """Rows that a thread works on at once, where it has so many elements of each."""
+        if self.shifted or self.source == "stream":
+            return 1
+        rows = self.asked.get("rows_at_once") or self._wanted_rows(groups, elements, threads)
+        group_rows = self.traits.group_rows
+        while rows > 1 and isinstance(group_rows, int) and group_rows % (groups * rows):
+            rows //= 2
+        return rows
+
+    def _wanted_rows(self, groups, elements, threads) -> int:
+        traits, sums = self.traits, self.traits.phases.row_sums
+        is_long = self.count > SHORT_ROWS
+        if self.cluster > 1:
+            # With two sums over rows, one row's instructions hide the other one's exchange.
+            two = len(sums) > 1 and not traits.heavy and elements <= 16
+            fit = 4 * traits.row_bytes <= self.cluster * (traits.device.shared_bytes - 8192)
+            return 2 if two and fit else 1
+        if not is_long and not traits.columns:
+            return 1
+        if self.source == "ring" and traits.in_cache:
+            # Registers hold 64 bytes of each of two rows beside the operands of columns.
+            return 2 if elements * sum(i.dtype.itemsize for i in traits.wholes) <= 64 else 1
+        if sums and traits.heavy:
+            # The latency of instructions is hidden by elements side by side, or by a multiprocessor's other blocks.
+            return 2 if elements <= 16 and threads > 64 else 1
+        if sums and traits.phases.group_dims and traits.levels == 1:
+            # The rows of a group share operands of columns.
+            return 4 if elements <= 16 and len(sums) <= 2 else 2
+        if sums and traits.levels == 1:
+            return 2 if self._few_threads(threads, groups, elements) else 1
+        if sums:
+            # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
+            return 2 if is_long and not traits.levels else 1
+        if self.source != "registers":
+            return 1
+        if len(traits.wholes) != 1 or self.vector == 1:
+            return 4 if traits.levels and is_long and elements <= 8 else 1
+        if elements > 16:
+            return 1
+        if traits.shared_rows:
+            return 2 if elements > 8 else 4 if is_long else 1
+        return 1 if traits.levels and is_long else 2
+
+    def _few_threads(self, threads, groups, elements) -> bool:
+        """Whether the blocks of a program with sums over rows have so few threads that each works on two rows."""
+        together = threads * blocks_of_sums(self.traits, threads, threads // groups, elements)
+        if len(self.traits.phases.row_sums) > 1:
+            return groups == 1 and together <= 320
+        return together < 256
+
+    def _passes(self, rows) -> int:
+        """How often a block has so many rows at once of a tile: short rows are fetched in tiles of some kilobytes."""
+        passes, room = 1, 16384 + 8192 * (len(self.traits.wholes) > 1)
+        group_rows = self.traits.group_rows
+        while passes < 16 and rows * passes * 2 * self.traits.row_bytes <= room:
+            if isinstance(group_rows, int) and group_rows % (rows * passes * 2):
+                break
+            passes *= 2
+        return passes
+
+    # ---- memory of a block ----
+
+    def _stages(self, plan) -> int:
+        """How many stages its ring should have."""
+        stage = max(stage_bytes(self.traits.program, plan), 1)
+        if self.traits.sums:
+            return min(3, STAGED_BYTES // (stage * max(1, block_numbers(self.traits, plan)[0])))
+        return 2 if self.shifted else min(4, RING_BYTES // stage)
+
+    def _hoist(self, elements) -> str:
+        """Where column operands stay, of which a thread has as many elements as of the row."""
+        if not self.persistent or not self.traits.columns:
+            return ""
+        if "hoist" in self.asked:
+            return self.asked["hoist"]
+        if elements <= (16 if self.traits.heavy else 32):
+            return "registers"
+        return "shared"
+
+
+def _power_of_2(n) -> int:
+    return 1 << max(0, (n - 1).bit_length())

@@ -5,6 +5,7 @@ A `Graph` has the equations that results need, and the order in which they can r
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -53,7 +54,7 @@ class Reduction:
     along_row: bool
     extreme: bool = False
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         return math.prod(self.shape)
 

@@ -108,22 +108,27 @@ class Order:
     def unite(self, members: set[int]) -> None:
         """Makes equations one, with nothing between them: what one needs, all need."""
         places = [self._place[n] for n in members]
-        window = range(min(places), max(places) + 1)
-        earlier, later = [], []
-        behind = set(members)
-        for i in self._order[window.start : window.stop]:
-            if i in members:
-                continue
-            if i in behind or not behind.isdisjoint(self._needs[i]):
-                behind.update(self._united.get(i, (i,)))
-                later.append(i)
-            else:
-                earlier.append(i)
-        inside = sorted(members, key=self._place.__getitem__)
-        for place, i in zip(window, (*earlier, *inside, *later), strict=True):
-            self._order[place], self._place[i] = i, place
+        first, last = min(places), max(places)
+        window = self._order[first : last + 1]
+        behind = self._behind(members, last)
+        earlier = [i for i in window if i not in behind and i not in members]
+        inside = [i for i in window if i in members]
+        later = [i for i in window if i in behind]
+        self._order[first : last + 1] = order = [*earlier, *inside, *later]
+        for place, i in enumerate(order, first):
+            self._place[i] = place
         for edges in (self._needs, self._users):
             together = set().union(*(edges[i] for i in members)) - members
             for i in members:
                 edges[i] = together
         self._united.update(dict.fromkeys(members, members))
+
+    def _behind(self, members: set[int], last: int) -> set[int]:
+        """What must run after members, of what stands before a place."""
+        behind, stack = set(), list(members)
+        while stack:
+            for n in self._users[stack.pop()]:
+                if n not in behind and n not in members and self._place[n] < last:
+                    behind.update(self._united.get(n, (n,)))
+                    stack.append(n)
+        return behind

@@ -1,6 +1,7 @@
 """A region, and the program that its kernel runs."""
 
 import dataclasses
+import functools
 import math
 import weakref
 from typing import Any
@@ -46,7 +47,7 @@ class Region:
     is_long: bool = False
     ends: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         return math.prod(self.shape)
 

@@ -11,7 +11,6 @@ Equal equations are one, and dead ones are gone, before regions are looked for.
 
 import collections
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -149,14 +148,14 @@ class Finder:
 
     def _may_fit(self, i: int, reduction: Reduction) -> bool:
         """Whether an equation is one of a region's rows, if the region has what else it needs for that."""
-        equation, shape, columns = self.graph.equations[i], reduction.shape, reduction.columns
+        equation = self.graph.equations[i]
         return (
             i not in self._taken
             and equation.kind.known
             and (
                 equation.kind.sums_rows
                 or all(
-                    self._is_of_rows(v, shape, columns) or self.graph.size(v) <= 8 * columns
+                    self.graph.size(v) <= 8 * reduction.columns or self._is_of_rows(v, reduction)
                     for v in equation.node.outputs
                 )
             )
@@ -192,19 +191,17 @@ class Finder:
         if without and equation.kind.names & {*CUTS, "transpose"}:
             return False
         return all(
-            self._is_of_rows(v, reduction.shape, columns)
-            or self._is_of_columns(v, i, members, columns)
+            self._is_of_rows(v, reduction) or self._is_of_columns(v, i, members, columns)
             for v in equation.node.outputs
         )
 
-    def _is_of_rows(self, value, shape, columns) -> bool:
-        """Whether an array has a number for each row, or pieces of rows."""
-        array = self.graph.aval(value).shape
-        count, rest = divmod(self.graph.size(value), math.prod(shape))
+    def _is_of_rows(self, value: int, view: Reduction | Region) -> bool:
+        """Whether an array has a number for each row of a view, or pieces of rows."""
+        count, rest = divmod(self.graph.size(value), view.rows)
         if rest or count != 1:
-            return not rest and columns <= 8 * count <= 64 * columns
-        long = tuple(n for n in array if n != 1)
-        return long == shape or len(long) == 1
+            return not rest and view.columns <= 8 * count <= 64 * view.columns
+        long = tuple(n for n in self.graph.aval(value).shape if n != 1)
+        return long == view.shape or len(long) == 1
 
     def _is_of_columns(self, value, i, members, columns) -> bool:
         """Whether an array is parameters that the region alone needs, for next to no work."""
@@ -342,9 +339,7 @@ class Finder:
                 others = any(r is not region for r in readers.get(v, ()))
                 if v in region.inputs or others or graph.size(v) <= region.rows:
                     continue
-            of_rows = all(
-                self._is_of_rows(u, region.shape, region.columns) for u in equation.node.outputs
-            )
+            of_rows = all(self._is_of_rows(u, region) for u in equation.node.outputs)
             if (
                 not of_rows
                 or equation.kind.sums_rows

@@ -109,10 +109,8 @@ class _Tiles:
         # An exchange within a block costs less than one between blocks.
         if traits.columns_stay:
             return traits.blocks_with_columns
-        width, whole = (
-            traits.program.width * traits.panels,
-            (traits.device.shared_bytes - 8192) // 2,
-        )
+        width = traits.program.width * traits.panels
+        whole = (traits.device.shared_bytes - 8192) // 2
         most = 2 * LONG_PART if not traits.sums else 256 * 32 if traits.heavy else 512 * 24
         alone = LONG_PART if traits.cheap and not traits.sums else most
         if traits.row_bytes <= whole and width <= alone:

@@ -102,13 +102,15 @@ def autofuse(fn: Callable, *, platform: str | None = None) -> Autofused:
     included, and leaves alone where something else uses an intermediate result, and where XLA is as fast on its own.
 
     Looks into `jit`, `scan`, `while_loop`, `cond`, `checkpoint`, custom derivatives and `shard_map`. The result may be
-    transformed as `fn` may: `jax.jit(autofuse(fn))`, `jax.grad(autofuse(loss))`. Put autofuse inside of `grad`: in a
-    function that takes gradients itself, forward code shares its intermediate results with backward code, which
-    leaves little to replace. Under `jit` tracing happens once; without it, at every call.
+    transformed as `fn` may: `jax.jit(autofuse(fn))`, `jax.grad(autofuse(loss))`. Under `jit` tracing happens once;
+    without it, at every call.
 
-    For a GPU it looks for row programs first: each reduction along rows, with the elementwise code around it (biases,
-    activations, dropout, residual sums, rotary embeddings, casts), in forward and in backward code, becomes one kernel
-    where that moves fewer bytes than XLA's fusions do (`fuse`). Put it around a whole training step then.
+    For a GPU, put it around a whole training step. It looks for row programs first: each reduction along rows, with the
+    elementwise code around it (biases, activations, dropout, residual sums, rotary embeddings, casts), in forward and
+    in backward code, becomes one kernel where that moves fewer bytes than XLA's fusions do (`fuse`).
+
+    For a CPU, put it inside of `grad`: in a function that takes gradients itself, forward code shares its intermediate
+    results with backward code, which leaves little to replace.
 
     Args:
       fn: function of any pytrees. Leaves that are arrays are traced; all others are handed to it as they are.

@@ -159,8 +159,8 @@ class Flat:
 
     def _content(self, eqn) -> tuple | None:
         """An equation's `Node.content`: one object for all that are equal."""
-        content = eqn.primitive, tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
         try:
+            content = eqn.primitive, frozenset(eqn.params.items())
             return self._contents.setdefault(content, content)
         except TypeError:  # parameters that have no hash
             return None

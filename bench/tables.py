@@ -291,7 +291,7 @@ def _train() -> Rows:
         "transformer 16x1024 bfloat16": "transformer, 12 layers, d = 1024, 16 × 1024 tokens, Linen",
     }
     for case, label in labels.items():
-        flax, ours = (records["train", case, "step", name] for name in ("flax", "jaxnorm"))
+        flax, ours = (records["train", case, "step", form] for form in ("flax", "jaxnorm"))
         step, *memory = (
             f"{flax[key] / size:.1f} → {ours[key] / size:.1f} {unit}"
             for key, size, unit in (

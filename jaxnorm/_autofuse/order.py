@@ -110,7 +110,8 @@ class Order:
         places = [self._place[n] for n in members]
         first, last = min(places), max(places)
         window = self._order[first : last + 1]
-        behind = self._behind(members, last)
+        reached = self._reached(members, set(), self._users, (first, last), len(window)) or ()
+        behind = {i for n in reached for i in self._united.get(n, (n,))}
         earlier = [i for i in window if i not in behind and i not in members]
         inside = [i for i in window if i in members]
         later = [i for i in window if i in behind]
@@ -122,13 +123,3 @@ class Order:
             for i in members:
                 edges[i] = together
         self._united.update(dict.fromkeys(members, members))
-
-    def _behind(self, members: set[int], last: int) -> set[int]:
-        """What must run after members, of what stands before a place."""
-        behind, stack = set(), list(members)
-        while stack:
-            for n in self._users[stack.pop()]:
-                if n not in behind and n not in members and self._place[n] < last:
-                    behind.update(self._united.get(n, (n,)))
-                    stack.append(n)
-        return behind

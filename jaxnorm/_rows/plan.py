@@ -63,8 +63,9 @@ class Plan:
       vector: columns of a slot.
       lanes: threads that share a row, or a block's part of it.
       slots: slots of a row that a thread works on at once.
-      rounds: how often it does so for a row; above 1 in "stream", and in a ring whose stages have parts of rows.
       threads: of a block.
+      rounds: how often a thread works on so many slots of a row; above 1 in "stream", and in a ring whose stages have
+        parts of rows.
       cluster: blocks that share a row.
       rows_at_once: rows that a group of `lanes` threads works on at once, so that they share column operands.
       passes: how often a group does so for a tile.
@@ -90,18 +91,18 @@ class Plan:
     vector: int
     lanes: int
     slots: int
-    rounds: int
     threads: int
-    cluster: int
-    rows_at_once: int
-    passes: int
-    stages: int
-    blocks: int
-    persistent: bool
-    hoist: str
-    hold_shared: bool
-    keep: frozenset
-    shifted: bool
+    rounds: int = 1
+    cluster: int = 1
+    rows_at_once: int = 1
+    passes: int = 1
+    stages: int = 0
+    blocks: int = 1
+    persistent: bool = False
+    hoist: str = ""
+    hold_shared: bool = False
+    keep: frozenset = frozenset()
+    shifted: bool = False
     side: int = 0
     grid: int = 0
     lag: int = 0

@@ -46,7 +46,7 @@ def block_numbers(traits: Traits, plan: Plan) -> list[int]:
     """How many blocks a multiprocessor may have: more threads hide more latency, fewer have more registers."""
     elements = plan.slots * plan.vector * traits.panels
     if traits.sums and (traits.heavy or traits.levels) and not traits.columns_vary:
-        return [blocks_of_sums(traits, plan.threads, plan.lanes, elements, plan.shifted)]
+        return [blocks_of_sums(traits, plan.threads, plan.lanes, elements)]
     if plan.source == "ring" and traits.in_cache:
         return [-(-(512 if elements <= 24 else 256) // plan.threads)]
     if plan.source == "ring" and traits.reads_columns_once:
@@ -57,13 +57,13 @@ def block_numbers(traits: Traits, plan: Plan) -> list[int]:
     return [round(n / plan.threads) for n in threads]
 
 
-def blocks_of_sums(traits: Traits, threads, lanes, elements, shifted=False) -> int:
+def blocks_of_sums(traits: Traits, threads, lanes, elements) -> int:
     """Blocks of a multiprocessor where rows are summed up, each thread having so many elements of a row.
 
     A ring hides the latency of memory. What is left is that of instructions.
     """
     # Shifted rows are worked on one at a time.
-    if shifted or (traits.heavy and not traits.phases.group_dims):
+    if traits.shifted or (traits.heavy and not traits.phases.group_dims):
         return -(-256 // threads)
     if traits.phases.group_dims:
         many = (traits.rows or 0) // (GROUP_ROWS * traits.device.multiprocessors)

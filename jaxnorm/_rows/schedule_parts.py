@@ -3,7 +3,7 @@
 from jaxnorm._rows.plan import THREADS_MAX, Plan
 from jaxnorm._rows.schedule_blocks import with_registers, with_stages
 from jaxnorm._rows.shared_memory import exchanged_words, round_up
-from jaxnorm._rows.traits import LONG_PART, Traits
+from jaxnorm._rows.traits import LONG_PART, Traits, smallest_cluster
 
 # The part of a ring's shared memory that rows may fill. The rest is fetched ahead.
 PARTS_FILL = 0.68
@@ -50,17 +50,12 @@ def plan_of_parts(traits: Traits) -> Plan:
         vector=traits.vector,
         lanes=lanes,
         slots=slots,
-        rounds=rounds,
         threads=lanes,
+        rounds=rounds,
         cluster=cluster,
         rows_at_once=rows,
-        passes=1,
-        stages=0,
-        blocks=1,
         persistent=True,
-        hoist="",
         hold_shared=True,
-        keep=frozenset(),
         shifted=traits.shifted,
     )
     # More parts than two rows have would wait in any case.
@@ -70,5 +65,4 @@ def plan_of_parts(traits: Traits) -> Plan:
 
 def _cluster_of(traits: Traits, rows: int) -> int | None:
     """Blocks of the smallest cluster that holds so many rows."""
-    room = PARTS_FILL * traits.device.shared_bytes
-    return next((c for c in (1, 2, 4, 8) if rows * traits.row_bytes <= room * c), None)
+    return smallest_cluster(rows * traits.row_bytes, PARTS_FILL * traits.device.shared_bytes)

@@ -48,13 +48,12 @@ class _Tiles:
 
     def __init__(self, traits: Traits, source: str):
         self.traits, self.asked = traits, traits.asked
-        self.shifted = traits.shifted
         self.persistent = source == "ring" or traits.sums
         self.vector = traits.vector
-        if self.shifted and traits.columns and not self.persistent and "vector" not in self.asked:
+        if traits.shifted and traits.columns and not self.persistent and "vector" not in self.asked:
             # Column operands have no grid in common with the rows: two columns a slot keep their loads close together.
             self.vector = max(2, math.gcd(traits.program.width, self.vector))
-        self.count = slots_of(traits.program.width, self.vector, self.shifted)
+        self.count = slots_of(traits.program.width, self.vector, traits.shifted)
         self.elements = traits.panels * self.vector
         self.source, self.cluster = source, self._cluster(source)
         if source == "ring" and not traits.fits_ring(self.cluster):
@@ -73,25 +72,22 @@ class _Tiles:
             threads = groups * lanes
         at_once = self._rows_at_once(groups, slots * self.elements, threads)
         passes = 1
-        if in_ring and self.cluster == 1 and not (self.shifted or traits.in_cache):
+        if in_ring and self.cluster == 1 and not (traits.shifted or traits.in_cache):
             passes = self._passes(groups * at_once)
         plan = Plan(
             source=self.source,
             vector=self.vector,
             lanes=lanes,
             slots=slots,
-            rounds=rounds,
             threads=threads,
+            rounds=rounds,
             cluster=self.cluster,
             rows_at_once=at_once,
             passes=passes,
-            stages=0,
-            blocks=1,
             persistent=self.persistent,
             hoist=self._hoist(slots * self.elements) if rounds == 1 else "",
             hold_shared=in_ring and not (self.cluster > 1 and len(traits.wholes) == 1),
-            keep=frozenset(),
-            shifted=self.shifted,
+            shifted=traits.shifted,
         )
         if in_ring:
             plan = with_stages(traits, plan, max(2, self._stages(plan)))
@@ -110,7 +106,7 @@ class _Tiles:
         if traits.columns_stay:
             return traits.blocks_with_columns
         width = traits.program.width * traits.panels
-        whole = (traits.device.shared_bytes - 8192) // 2
+        whole = traits.room // 2
         most = 2 * LONG_PART if not traits.sums else 256 * 32 if traits.heavy else 512 * 24
         alone = LONG_PART if traits.cheap and not traits.sums else most
         if traits.row_bytes <= whole and width <= alone:
@@ -136,7 +132,7 @@ class _Tiles:
             return 1
         if self.source == "stream":
             # Rows that do not fill the GPU with small blocks get the largest ones.
-            most = 512 if not self.shifted else THREADS_MAX if traits.few_rows else 256
+            most = 512 if not traits.shifted else THREADS_MAX if traits.few_rows else 256
             return min(most, max(32, round_up(part, 32)))
         if part * elements <= self._warp_columns():
             return self._lanes_of_short_row()
@@ -160,7 +156,7 @@ class _Tiles:
             self.source == "ring"
             and traits.sums
             and not traits.phases.group_dims
-            and not self.shifted
+            and not traits.shifted
         ):
             many = len(traits.phases.row_sums) > 2
             return WARP_COLUMNS_OF_MANY_SUMS if many else WARP_COLUMNS
@@ -186,7 +182,7 @@ class _Tiles:
         """Elements of a row that a thread should have."""
         traits, source, vector = self.traits, self.source, self.vector
         if traits.sums:
-            return 8 if not traits.levels and not traits.heavy else 32 if self.shifted else 16
+            return 8 if not traits.levels and not traits.heavy else 32 if traits.shifted else 16
         if source == "ring" and traits.columns_stay:
             return 32
         if self.cluster > 1:
@@ -201,7 +197,7 @@ class _Tiles:
         width = traits.program.width
         many = width > least and not (traits.columns and width > most)
         many = many and traits.cheap and traits.dtypes[0].itemsize == 2
-        return 64 if many and source == "registers" and not self.shifted else 32
+        return 64 if many and source == "registers" and not traits.shifted else 32
 
     def _most_threads(self, wanted) -> int:
         """The most threads that share a block's part of a row, where a thread should have so many elements."""
@@ -216,23 +212,27 @@ class _Tiles:
     # ---- threads and rows of a block ----
 
     def _threads(self, lanes, rounds) -> int:
-        if lanes > 32 or self.cluster > 1 or self.shifted or (rounds > 1 and self.traits.sums):
+        if (
+            lanes > 32
+            or self.cluster > 1
+            or self.traits.shifted
+            or (rounds > 1 and self.traits.sums)
+        ):
             threads = lanes
         else:
             threads = max(lanes, 128 if lanes == 32 else 256)
         threads = self.asked.get("threads") or threads
-        room = self.traits.device.shared_bytes - 8192
         while (
             self.source == "ring"
             and lanes <= 32 < threads
-            and 2 * threads // lanes * self.traits.row_bytes > room
+            and 2 * threads // lanes * self.traits.row_bytes > self.traits.room
         ):
             threads //= 2
         return threads
 
     def _rows_at_once(self, groups, elements, threads) -> int:
         """Rows that a thread works on at once, where it has so many elements of each."""
-        if self.shifted or self.source == "stream":
+        if self.traits.shifted or self.source == "stream":
             return 1
         rows = self.asked.get("rows_at_once") or self._wanted_rows(groups, elements, threads)
         group_rows = self.traits.group_rows
@@ -246,7 +246,7 @@ class _Tiles:
         if self.cluster > 1:
             # With two sums over rows, one row's instructions hide the other one's exchange.
             two = len(sums) > 1 and not traits.heavy and elements <= 16
-            fit = 4 * traits.row_bytes <= self.cluster * (traits.device.shared_bytes - 8192)
+            fit = 4 * traits.row_bytes <= self.cluster * traits.room
             return 2 if two and fit else 1
         if not is_long and not traits.columns:
             return 1
@@ -298,7 +298,7 @@ class _Tiles:
         stage = max(stage_bytes(self.traits.program, plan), 1)
         if self.traits.sums:
             return min(3, STAGED_BYTES // (stage * max(1, block_numbers(self.traits, plan)[0])))
-        return 2 if self.shifted else min(4, RING_BYTES // stage)
+        return 2 if self.traits.shifted else min(4, RING_BYTES // stage)
 
     def _hoist(self, elements) -> str:
         """Where column operands stay, of which a thread has as many elements as of the row."""

@@ -192,8 +192,7 @@ class Traits:
     @functools.cached_property
     def blocks_with_columns(self) -> int:
         """Blocks of the smallest cluster whose memory has a row twice beside the operands of columns; 0 if none has."""
-        needed, room = 2 * self.row_bytes + self.column_bytes, self.device.shared_bytes - 8192
-        return next((c for c in (1, 2, 4, 8) if needed <= room * c), 0)
+        return smallest_cluster(2 * self.row_bytes + self.column_bytes, self.room) or 0
 
     # ---- instructions ----
 
@@ -208,7 +207,12 @@ class Traits:
         """Whether each phase may compute everything again."""
         return self.work <= FREE_INSTRUCTIONS
 
-    # ---- bulk copies ----
+    # ---- memory of blocks, and bulk copies ----
+
+    @property
+    def room(self) -> int:
+        """Bytes of a block's shared memory that rows may have, beside partial results and barriers."""
+        return self.device.shared_bytes - 8192
 
     @functools.cached_property
     def can_ring(self) -> bool:
@@ -237,9 +241,14 @@ class Traits:
 
     def fits_ring(self, cluster: int) -> bool:
         """Whether a cluster's blocks hold a row twice, one stage being fetched while another one is used."""
-        return 2 * self.row_bytes / cluster <= self.device.shared_bytes - 8192
+        return 2 * self.row_bytes / cluster <= self.room
 
     @property
     def short_parts(self) -> bool:
         """Whether the partial result of each reduction is one word."""
         return all(n.dtype.itemsize <= 4 for n in self.phases.order if n.op == "reduce")
+
+
+def smallest_cluster(needed: float, room: float) -> int | None:
+    """Blocks of the smallest cluster that has so many bytes, each block having `room`; None if none has."""
+    return next((c for c in (1, 2, 4, 8) if needed <= room * c), None)

@@ -72,7 +72,6 @@ DEVICE int __syncthreads_or(int predicate) {
   __syncthreads();
   return result;
 }
-DEVICE void LetNextBegin() {}
 template <class Index>
 static Index WaitForLaunchBefore(Index index) {
   return index;

@@ -100,6 +100,9 @@ extern "C" __global__ void jaxnorm_row_program(const float* x, float* sums, long
 }
 extern "C" __global__ void jaxnorm_row_program_finish(const float* sums, float* y, long long rows, int chunks,
                                                       int groups, int d0, int d1) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // the launch is an early one
+#endif
   __shared__ float part[32][33];
   if (groups == 0) return;
   const int column = blockIdx.x * 32 + threadIdx.x, group = blockIdx.y;

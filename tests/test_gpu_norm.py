@@ -31,6 +31,33 @@ def test_norm_many_long_rows(op, dtype, columns):
     test_norm.check(op, rand((500, columns), dtype), "float32", residual=True)
 
 
+@pytest.mark.parametrize("op", cases.NORMS)
+@halves
+@pytest.mark.parametrize(
+    "shape", [(1030, 2048), (4300, 3072), (4300, 5120), (300, 8200), (300, 12288)]
+)
+def test_norm_blocks_of_a_warp_share_rows(op, dtype, shape):
+    """Four and eight blocks, with a few rows for each multiprocessor and with more."""
+    test_norm.check(op, rand(shape, dtype), "float32", residual=shape[1] == 3072)
+
+
+@pytest.mark.parametrize("op", cases.NORMS)
+@pytest.mark.parametrize("shape", [(2048, 4096), (300, 12288), (20000, 64), (128, 32000)])
+def test_norm_gradients_one_after_the_other(op, shape):
+    """Sums over rows are finished by blocks that begin before the rows have been summed up, and wait for that."""
+    xs = [rand(shape, "bfloat16", seed) for seed in range(12)]
+    dy, scale = rand(shape, "bfloat16", 12), rand(shape[1:], "float32", 13)
+
+    def gradients(x):
+        return jax.vjp(getattr(jaxnorm, op), x, scale)[1](dy)
+
+    together = jax.jit(lambda xs: [gradients(x) for x in xs])
+    alone = [jax.tree.map(np.asarray, jax.jit(gradients)(x)) for x in xs]
+    for _ in range(5):
+        for got, expected in zip(together(xs), alone, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 @halves
 @pytest.mark.parametrize("shape", [(2203, 19711), (2200, 20002), (1001, 50257), (500, 100001)])
 def test_layer_norm_of_many_long_rows_beside_the_grid(dtype, shape):

@@ -44,13 +44,13 @@ KERNELS = [
 PLANS = """
 program, direction                       row columns tile block   source    kept
 rms_norm forward                         128 4x8        1 128x8   registers    0
-rms_norm backward                        256 2x8        1 256x1   ring 3       0 persistent hoist
+rms_norm backward                       4*32 4x8        1 32x2    ring 3       0 persistent hoist
 layer_norm forward                       128 4x8        1 128x8   registers    0
-layer_norm backward                      256 2x8        2 256x1   ring 2       0 persistent hoist
+layer_norm backward                     4*32 4x8        1 32x2    ring 3       0 persistent hoist
 softmax forward                          128 4x8        1 128x6   registers    1
 softmax backward                         256 2x8        1 256x3   registers    1
 gated_rms_norm forward                   256 2x8        1 256x4   registers    1
-gated_rms_norm backward                  256 2x8        1 256x1   ring 2       1 persistent hoist
+gated_rms_norm backward                 4*32 4x8        1 32x2    ring 3       1 persistent hoist
 l2_normalize forward                     128 4x8        1 128x8   registers    0
 l2_normalize backward                    256 2x8        1 256x4   registers    0
 swiglu forward                           512 1x8        2 512x2   registers    0
@@ -78,7 +78,7 @@ entropy backward                       2*1024 2x8*4      1 1024x1  ring 6       
 log_probability_entropy forward          512 4x8*8      1 512x2   stream       0
 log_probability_entropy backward       4*512 8x8        1 512x1   ring 2       0 persistent
 dropout_residual_layer_norm forward      256 2x8        1 256x2   registers    1
-dropout_residual_layer_norm backward     256 2x8        2 256x1   ring 2       0 persistent hoist
+dropout_residual_layer_norm backward    4*32 4x8        1 32x2    ring 3       0 persistent hoist
 layer_norm_gelu_4095 forward             192 3x8        1 192x3   ring 2       0 persistent hoist shifted
 layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       1 persistent hoist shifted
 channel_softmax forward                   32 32x1      32 256x2   registers    0 side 8
@@ -96,9 +96,9 @@ pixel_cross_entropy_150 backward          10 15x1      64 160x5   registers    0
 gated_rms_norm_64 forward                  8 1x8       32 256x2   registers    1
 gated_rms_norm_64 backward                 8 1x8       64 256x1   ring 2       1 persistent hoist
 gated_rms_norm_128 forward                 8 2x8       32 256x2   registers    1
-gated_rms_norm_128 backward                8 2x8       32 256x1   ring 2       1 persistent hoist
+gated_rms_norm_128 backward                8 2x8       64 256x1   ring 2       1 persistent hoist
 gated_rms_norm_256 forward                16 2x8       16 256x2   registers    1
-gated_rms_norm_256 backward               16 2x8       16 256x1   ring 2       1 persistent hoist
+gated_rms_norm_256 backward               16 2x8       32 256x1   ring 2       1 persistent hoist
 gated_rms_norm_512 forward                32 2x8        4 128x8   registers    1
 gated_rms_norm_512 backward               32 2x8        8 128x2   ring 2       1 persistent hoist
 gated_rms_norm_1024 forward               64 2x8        1 64x16   registers    1
@@ -106,7 +106,7 @@ gated_rms_norm_1024 backward              32 4x8        4 128x2   ring 2       1
 gated_rms_norm_2048 forward              128 2x8        1 128x8   registers    1
 gated_rms_norm_2048 backward             128 2x8        2 128x1   ring 2       1 persistent hoist
 gated_rms_norm_8192 forward              512 2x8        1 512x2   registers    1
-gated_rms_norm_8192 backward             512 2x8        1 512x1   ring 2       1 persistent hoist
+gated_rms_norm_8192 backward            8*32 4x8        1 32x2    ring 3       1 persistent hoist
 gated_rms_norm_16384 forward             512 4x8        1 512x2   registers    1
 gated_rms_norm_16384 backward          2*512 2x8        1 512x1   ring 2       1 persistent hoist
 gated_rms_norm_32768 forward            1024 4x8        1 1024x1  registers    1
@@ -330,6 +330,20 @@ def gated(x, z, scale):
 def gated_arguments(rows=64):
     x = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
     return x, x, jax.ShapeDtypeStruct((256,), jnp.float32)
+
+
+def test_sums_are_finished_early():
+    """The finishing kernel begins while the last blocks of the first one write, and waits before it does anything."""
+    call = row_call(traced("layer_norm", "backward"), H100)
+    first, second = call.source.split(
+        "// The sums over rows, from the partial results of the blocks."
+    )
+    assert first.count("let_next_begin();") == 1
+    assert first.index("partial results of sums over rows") < first.index("let_next_begin();")
+    _, body = second.split("{", 1)
+    assert body.split()[0] == "wait_for_launch_before();"
+    assert "__restrict__ sums" not in second
+    assert [launch.early for launch in call.launches] == [False, True]
 
 
 def test_explain_is_the_call():

@@ -287,55 +287,55 @@ def plan_of(name, direction, rows, columns, device=H100, dtype=jnp.bfloat16, **a
 # compute, and `lag` is how many rows later a row is in its next phase.
 PLANS = """
 layer_norm 64x131072 forward           8*512 4x8        1 576x1   ring 6       0 persistent hoist lag 2
-layer_norm 64x131072 backward          44*384 1x8        1 896x1   ring 18      0 persistent hoist 3 groups, lag 8
+layer_norm 64x131072 backward          33*256 2x8        1 512x1   ring 14      0 persistent hoist 4 groups, lag 6
 rms_norm 64x131072 forward             8*512 4x8        1 544x1   ring 5       0 persistent hoist lag 2
-rms_norm 64x131072 backward            44*384 1x8        1 640x1   ring 18      0 persistent hoist 3 groups, lag 10
+rms_norm 64x131072 backward            33*256 2x8        1 512x1   ring 14      0 persistent hoist 4 groups, lag 8
 softmax 64x131072 forward              2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 softmax 64x131072 backward             8*512 4x8        1 544x1   ring 3       0 persistent lag 1
 log_softmax 64x131072 forward          2*1024 2x8*4      1 1024x1  ring 6       0 persistent
 log_softmax 64x131072 backward         8*512 4x8        1 544x1   ring 3       0 persistent lag 1
-cross_entropy 64x131072 forward          512 4x8*8      1 512x2   stream       0
+cross_entropy 64x131072 forward         1024 4x8*4      1 1024x1  stream       0
 cross_entropy 64x131072 backward       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
-layer_norm 32x65536 forward            16*512 1x8        1 768x1   ring 4       0 persistent hoist 8 groups, lag 2
-layer_norm 32x65536 backward           43*192 1x8        1 704x1   ring 11      0 persistent hoist 3 groups, lag 5
-rms_norm 32x65536 forward              16*512 1x8        1 640x1   ring 4       0 persistent hoist 8 groups, lag 4
-rms_norm 32x65536 backward             43*192 1x8        1 448x1   ring 11      0 persistent hoist 3 groups, lag 11
-softmax 32x65536 forward               16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
-softmax 32x65536 backward              16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
-log_softmax 32x65536 forward           16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
-log_softmax 32x65536 backward          16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
-cross_entropy 32x65536 forward         16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
-cross_entropy 32x65536 backward        16*512 1x8        1 640x1   ring 4       0 persistent 8 groups, lag 4
+layer_norm 32x65536 forward            8*512 2x8        1 640x1   ring 2       0 persistent hoist 16 groups, lag 1
+layer_norm 32x65536 backward           32*256 1x8        1 768x1   ring 8       0 persistent hoist 4 groups, lag 4
+rms_norm 32x65536 forward              8*512 2x8        1 576x1   ring 2       0 persistent hoist 16 groups, lag 2
+rms_norm 32x65536 backward             32*256 1x8        1 512x1   ring 8       0 persistent hoist 4 groups, lag 8
+softmax 32x65536 forward               8*512 2x8        1 576x1   ring 2       0 persistent 16 groups, lag 2
+softmax 32x65536 backward              8*512 2x8        1 576x1   ring 2       0 persistent 16 groups, lag 2
+log_softmax 32x65536 forward           8*512 2x8        1 576x1   ring 2       0 persistent 16 groups, lag 2
+log_softmax 32x65536 backward          8*512 2x8        1 576x1   ring 2       0 persistent 16 groups, lag 2
+cross_entropy 32x65536 forward         8*512 2x8        1 576x1   ring 2       0 persistent 16 groups, lag 2
+cross_entropy 32x65536 backward        8*512 2x8        1 576x1   ring 2       0 persistent 16 groups, lag 2
 layer_norm 12x131072 forward           22*384 2x8        1 512x1   ring 2       0 persistent hoist 6 groups, lag 1
 layer_norm 12x131072 backward          128*128 1x8        1 640x1   ring 12      0 persistent hoist 1 groups, lag 6
 rms_norm 12x131072 forward             22*384 2x8        1 448x1   ring 2       0 persistent hoist 6 groups, lag 2
 rms_norm 12x131072 backward            128*128 1x8        1 384x1   ring 12      0 persistent hoist 1 groups, lag 12
-softmax 12x131072 forward              22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
-softmax 12x131072 backward             22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
-log_softmax 12x131072 forward          22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
-log_softmax 12x131072 backward         22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
-cross_entropy 12x131072 forward        22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
-cross_entropy 12x131072 backward       22*384 2x8        1 448x1   ring 2       0 persistent 6 groups, lag 2
+softmax 12x131072 forward              11*512 3x8        1 544x1   ring 1       0 persistent 12 groups, lag 1
+softmax 12x131072 backward             11*512 3x8        1 544x1   ring 1       0 persistent 12 groups, lag 1
+log_softmax 12x131072 forward          11*512 3x8        1 544x1   ring 1       0 persistent 12 groups, lag 1
+log_softmax 12x131072 backward         11*512 3x8        1 544x1   ring 1       0 persistent 12 groups, lag 1
+cross_entropy 12x131072 forward        11*512 3x8        1 544x1   ring 1       0 persistent 12 groups, lag 1
+cross_entropy 12x131072 backward       11*512 3x8        1 544x1   ring 1       0 persistent 12 groups, lag 1
 layer_norm 16x262144 forward           33*512 2x8        1 768x1   ring 4       0 persistent hoist 4 groups, lag 2
-layer_norm 16x262144 backward          128*256 1x8        1 768x1   ring 16      0 persistent hoist 1 groups, lag 8
+layer_norm 16x262144 backward          66*256 2x8        1 512x1   ring 8       0 persistent hoist 2 groups, lag 4
 rms_norm 16x262144 forward             33*512 2x8        1 640x1   ring 4       0 persistent hoist 4 groups, lag 4
-rms_norm 16x262144 backward            128*256 1x8        1 512x1   ring 16      0 persistent hoist 1 groups, lag 14
+rms_norm 16x262144 backward            66*256 2x8        1 512x1   ring 8       0 persistent hoist 2 groups, lag 8
 softmax 16x262144 forward              16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
 softmax 16x262144 backward             33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
 log_softmax 16x262144 forward          16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
 log_softmax 16x262144 backward         33*512 2x8        1 640x1   ring 4       0 persistent 4 groups, lag 4
-cross_entropy 16x262144 forward        16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
+cross_entropy 16x262144 forward        8*512 8x8        1 544x1   ring 1       0 persistent 16 groups, lag 1
 cross_entropy 16x262144 backward       16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
 layer_norm 8x1048576 forward           132*512 2x8        1 1024x1  ring 8       0 persistent hoist 1 groups, lag 4
 layer_norm 8x1048576 backward          132*512 2x8        1 768x1   ring 6       0 persistent hoist 1 groups, lag 2
 rms_norm 8x1048576 forward             16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
 rms_norm 8x1048576 backward            132*512 2x8        1 704x1   ring 6       0 persistent hoist 1 groups, lag 4
-softmax 8x1048576 forward              16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
+softmax 8x1048576 forward              66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 2
 softmax 8x1048576 backward             132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
-log_softmax 8x1048576 forward          16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
+log_softmax 8x1048576 forward          66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 2
 log_softmax 8x1048576 backward         132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
 cross_entropy 8x1048576 forward        16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
-cross_entropy 8x1048576 backward       16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
+cross_entropy 8x1048576 backward       66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 2
 layer_norm 1x131072 forward            128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
 layer_norm 1x131072 backward           128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
 rms_norm 1x131072 forward              128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
@@ -404,12 +404,20 @@ def test_where_rows_are_shared():
     assert not plan_of("softmax", "forward", 32, 131072, DEVICES[80]).grid
     assert not plan_of("softmax", "forward", 32, 131072, source="stream").grid
     assert not plan_of("softmax", "forward", 32, 131072, grid=0).grid
-    # Sums over rows end in the blocks of one group.
-    assert plan_of("layer_norm", "backward", 16, 262144).grid == 1
-    # Many rows that are not long: partial sums of several groups cost less than the rows one after the other.
-    assert plan_of("layer_norm", "backward", 128, 131072).grid == 3
-    for rows, columns in ((200, 131072), (128, 32768)):
+    # Sums over rows end in the blocks of one group where rows are few. Each of several groups has eight rows or more.
+    for rows, columns, groups in (
+        (8, 1048576, 1),
+        (16, 131072, 2),
+        (64, 32000, 8),
+        (256, 16384, 16),
+        (64, 131072, 4),
+    ):
+        assert plan_of("layer_norm", "backward", rows, columns).grid == groups
+    for rows, columns in ((300, 131072), (128, 12288)):
         assert not plan_of("layer_norm", "backward", rows, columns).grid
+    # One exchange: each group has one row. Longer rows that are written are read while other ones are written.
+    for rows, columns, groups in ((12, 131072, 12), (8, 1048576, 2)):
+        assert plan_of("softmax", "forward", rows, columns).grid == groups
     (rows,) = jax.export.symbolic_shape("rows")
     closed = program("softmax", "forward", avals("softmax", rows, 131072))
     assert not schedule(simplified(closed), H100).grid

@@ -24,7 +24,7 @@ struct FinalPlan {
 extern "C" __global__ void __launch_bounds__(kFinalThreads)
     jaxnorm_batch_norm_final(const __grid_constant__ FinalPlan plan, A epsilon, const __grid_constant__ Lines lines) {
   using P = Partial;
-  LetNextBegin();
+  let_next_begin();
   const int width_bits = kFinalBits - plan.tile_bits - plan.span_bits;
   const u32 width = 1u << width_bits, lane = threadIdx.x >> width_bits, group = blockIdx.x / plan.blocks;
   const i64 channel = i64{blockIdx.x - group * plan.blocks} * width + (threadIdx.x & (width - 1));

@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, STATS_READ == kReadMasked
       if (const A nan = sum[j] - sum[j]; nan != 0) columns[j].m2 = nan;  // NaN or an infinity, which max drops
     }
   }
-  LetNextBegin();
+  let_next_begin();
   entries.Store(columns, partials.shift);
   __syncthreads();
   entries.Merge(lines, part, partials);

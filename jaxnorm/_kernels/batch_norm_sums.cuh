@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kReduceBlocks)
     }
   });
 
-  LetNextBegin();
+  let_next_begin();
   __shared__ Entries<Totals> entries;
   entries.Store(totals, partials.shift);
   __syncthreads();

@@ -127,27 +127,13 @@ DEVICE void BulkLoadOnce(char* to, const char* from, u32 bytes, u64* barrier, L2
 }
 #endif
 
-// ---- launches that follow each other (sm_90 and later) ----
-//
-// When the last blocks of the launch before end, blocks of an early launch have begun, have loaded their first
-// instructions and have asked L2 for the data that they will read. This saves two to three microseconds of each launch.
+// ---- launches that follow each other ----
 
-// Lets the next launch begin, if it is an early one, as soon as all blocks have called this function or have ended. If
-// much work is left after the call, waiting blocks take room that working blocks need: 1% slower for large arrays.
-DEVICE void LetNextBegin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Waits until all writes of the launches before are visible. Returns `index`, from which addresses must be computed:
-// otherwise the compiler might move loads of data that it takes for constant to before the wait. Before the wait, a
-// kernel may prefetch lines to L2. It may load operands of the call if the launch before is the call's first one and
-// not early.
+// wait_for_launch_before(). Returns `index`, from which addresses must be computed: otherwise the compiler might move loads
+// of data that it takes for constant to before the wait. Before the wait, a kernel may prefetch lines to L2. It may load
+// operands of the call if the launch before is the call's first one and not early.
 template <class Index>
 DEVICE Index WaitForLaunchBefore(Index index) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_launch_before();
   return Kept(index);
 }

@@ -74,8 +74,8 @@ class Call:
         return kernel_name(self.operation)
 
     @property
-    def attributes(self) -> dict:
-        """The attributes of the FFI call."""
+    def launches(self) -> list[_launch.Launch]:
+        """The launch of the kernel and, where there is something to finish, of the kernel that finishes."""
         scalars = [_launch.ROWS, _launch.CHUNKS]
         dimensions = [_launch.row_dimension(i) for i in range(len(self.sizes))]
 
@@ -97,14 +97,17 @@ class Call:
         if self.finish:
             x, z = self.finish
             own = arguments(self.finish_arguments, [*scalars, _launch.GROUPS])
-            rule = _launch.GROUPS_ALONG_Y
-            launches += [
-                _launch.Launch(f"{self.kernel}_finish", (x, 1, z), (32, 1, 1), own, rule=rule)
-            ]
+            name, rule = f"{self.kernel}_finish", _launch.GROUPS_ALONG_Y
+            launches += [_launch.Launch(name, (x, 1, z), (32, 1, 1), own, early=True, rule=rule)]
+        return launches
+
+    @property
+    def attributes(self) -> dict:
+        """The attributes of the FFI call."""
         tiles = _launch.RowTiles(
             self.rows_per_tile, self.blocks, self.chunk_multiple, self.group_dims, self.sizes
         )
-        return _launch.attributes(self.operation, self.source, launches, row_tiles=tiles)
+        return _launch.attributes(self.operation, self.source, self.launches, row_tiles=tiles)
 
 
 def device_here() -> Device:

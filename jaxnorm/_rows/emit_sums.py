@@ -62,6 +62,7 @@ class Sums(Memory):
             return
         self.w("")
         self.w("// partial results of sums over rows")
+        self.w("let_next_begin();")
         for n in self.phases.row_sums:
             if n.attr[1]:
                 self._write_sum_of_columns(n)
@@ -125,9 +126,8 @@ class Finish:
 
     def emit(self):
         w, e = self.w, self.e
-        parameters = [
-            f"const {c_type(n.dtype)}* __restrict__ sums{n.number}" for n in e.phases.row_sums
-        ]
+        # Not __restrict__: loads must not move to before the wait.
+        parameters = [f"const {c_type(n.dtype)}* sums{n.number}" for n in e.phases.row_sums]
         parameters += [f"char* __restrict__ out{o.number}" for o in self.outputs]
         parameters += [f"const char* __restrict__ in{n}" for n in e.used_inputs()]
         scalars = [
@@ -141,6 +141,7 @@ class Finish:
         with w.block(
             f'extern "C" __global__ void __launch_bounds__(1024) {e.kernel}_finish({", ".join(parameters + scalars)})'
         ):
+            w("wait_for_launch_before();")
             w("const int thread = threadIdx.y * 32 + threadIdx.x, threads = 32 * blockDim.y;")
             widest = max(n.dtype.itemsize for n in e.phases.row_sums) // 4
             w(

@@ -102,3 +102,23 @@ DEVICE void bulk_load(char* to, const char* from, u32 bytes, u64* barrier) {
                : "memory");
 }
 #endif
+
+// ---- launches that follow each other (sm_90 and later) ----
+//
+// When the last blocks of the launch before end, blocks of an early launch have begun, have loaded their first
+// instructions and have asked L2 for the data that they will read. This saves one to three microseconds of each launch.
+
+// Lets the next launch begin, if it is an early one, as soon as all blocks have called this function or have ended. If
+// much work is left after the call, waiting blocks take room that working blocks need: 1% slower for large arrays.
+DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Waits until all writes of the launches before are visible. All threads of an early launch call this function: otherwise
+// the launch might end before the launch before has ended.
+DEVICE void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -11,7 +11,7 @@ from jaxnorm._rows.schedule_steps import OTHER_SCHEDULES, StepsShape, cluster_sh
 from jaxnorm._rows.schedule_strided import strided_plan
 from jaxnorm._rows.schedule_tiles import plan_of_tiles
 from jaxnorm._rows.shared_memory import exchanged_words, row_words, slots_of_line
-from jaxnorm._rows.traits import LONG_ROWS, Traits
+from jaxnorm._rows.traits import LONG_ROWS, LONG_ROWS_WITH_COLUMNS, Traits
 
 # Bytes of rows that one block reads at once if nothing of a row's length is written.
 READ_ROWS = 104 * 1024
@@ -62,6 +62,8 @@ def _are_fetched_ahead(traits: Traits) -> bool:
     if traits.reads_columns_once:
         return True
     limit = LONG_ROWS[0 if not traits.cheap else 2 if traits.levels == 1 else 1]
+    if traits.columns_stay:
+        limit = min(limit, LONG_ROWS_WITH_COLUMNS)
     return traits.row_bytes > limit * len(traits.wholes)
 
 

@@ -46,6 +46,8 @@ def block_numbers(traits: Traits, plan: Plan) -> list[int]:
     """How many blocks a multiprocessor may have: more threads hide more latency, fewer have more registers."""
     elements = plan.slots * plan.vector * traits.panels
     if traits.sums and (traits.heavy or traits.levels) and not traits.columns_vary:
+        if plan.cluster > 1 and plan.threads <= 128:
+            return [2]
         return [blocks_of_sums(traits, plan.threads, plan.lanes, elements)]
     if plan.source == "ring" and traits.in_cache:
         return [-(-(512 if elements <= 24 else 256) // plan.threads)]

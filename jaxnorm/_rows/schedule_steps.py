@@ -10,8 +10,9 @@ threads that compute do not wait for exchanges.
 import dataclasses
 import math
 
-# Threads of a block that compute, where a block's part of a row has as many slots.
-LANES = 512
+# Threads of a block that compute, at most, and the least where there are sums over rows: fewer threads with two slots
+# each have more registers.
+LANES, LEAST_LANES_OF_SUMS = 512, 256
 # Elements that a thread works on side by side, at most.
 ELEMENTS = 128
 # The most slots that a thread should have, where there are sums over rows.
@@ -29,11 +30,13 @@ POST_WORDS = 2
 LEAST_ROW_BYTES = 128 * 1024
 # Without sums over rows, clusters keep up with more rows: each of them works on a row of its own.
 ROWS = 48
-# Groups of blocks, about: with more of them, the blocks of a group are so few that a cluster is as fast.
-GROUPS = 8
-# Groups where there are sums over rows, each with partial sums of its own, if there are many rows and a row has fewer
-# bytes than a group reads and writes in the time that it needs for any row.
-GROUPS_OF_SUMS, ROWS_OF_SUMS, ROW_BYTES_OF_SUMS = 3, 32, 1024 * 1024
+# The most groups of blocks, and the most that have one row each, without and with operands of columns. A group has one
+# row if there is one exchange, unless the row is written too and each block has more bytes of it: such rows are better
+# read while other ones are written.
+GROUPS, GROUPS_OF_ONE_ROW, PART_OF_ONE_ROW = 16, (16, 8), 48 * 1024
+# The most groups where there are sums over rows, and the least rows of each: each group has partial sums of its own.
+# There are no more rows than so many times the multiprocessors.
+GROUPS_OF_SUMS, GROUP_ROWS_OF_SUMS, ROWS_OF_SUMS = 16, 8, 2
 # The most sums over rows that a block of a cluster has in registers, if an element takes many instructions. Longer rows
 # are shared, however many there are.
 SUMS_OF_BLOCK = 24 * 1024
@@ -166,10 +169,10 @@ def grid_shape(
         heavy and rows > device.multiprocessors and slots * elements * sums > 8 * SUMS_OF_BLOCK
     )
     if "grid" not in asked:
-        # Each row of a single group takes the time of some instructions and barriers, however short it is.
-        many = sums and row_bytes >= 2 * LEAST_ROW_BYTES
-        few = crowded or rows <= (device.multiprocessors if many else ROWS)
-        if any(a in asked for a in OTHER_SCHEDULES) or not few or row_bytes < LEAST_ROW_BYTES:
+        most_rows = ROWS_OF_SUMS * device.multiprocessors if sums else ROWS
+        least_bytes = LEAST_ROW_BYTES // 2 if sums else LEAST_ROW_BYTES
+        few = crowded or rows <= most_rows
+        if any(a in asked for a in OTHER_SCHEDULES) or not few or row_bytes < least_bytes:
             return None
     # Rows that all blocks together hold.
     held = device.multiprocessors * min(
@@ -179,16 +182,25 @@ def grid_shape(
         groups = max(1, device.multiprocessors * LANES_OF_SUMS * SLOTS // slots)
     elif sums:
         # A single group has all rows, so that sums over rows end in its blocks.
-        several = rows >= ROWS_OF_SUMS and row_bytes + written_bytes < ROW_BYTES_OF_SUMS
-        groups = GROUPS_OF_SUMS if several else 1
-    elif len(words) == 1 and rows <= min(GROUPS, held):
+        most = device.multiprocessors * LANES // slots
+        groups = max(1, min(GROUPS_OF_SUMS, rows // GROUP_ROWS_OF_SUMS, most))
+    elif (
+        len(words) == 1
+        and rows <= min(GROUPS_OF_ONE_ROW[has_columns], held)
+        and (
+            has_columns
+            or not written_bytes
+            or rows * row_bytes <= device.multiprocessors * PART_OF_ONE_ROW
+        )
+    ):
         groups = rows  # one exchange in all
     else:
         groups = _groups(rows, slots, line, row_bytes, has_columns, device.multiprocessors)
     groups = asked.get("grid") or groups
     blocks = asked.get("cluster") or device.multiprocessors // groups
     part = part_of_grid(slots, blocks, line)
-    lanes = min(asked.get("lanes", LANES), _round_up(part, 32))
+    most_lanes = min(LANES, max(LEAST_LANES_OF_SUMS, part // SLOTS)) if sums else LANES
+    lanes = min(asked.get("lanes", most_lanes), _round_up(part, 32))
     slots_of_thread = -(-part // lanes)
     lanes = _round_up(-(-part // slots_of_thread), 32)
     levels, own_rows = len(words), -(-rows // groups)

@@ -5,14 +5,14 @@ import math
 from jaxnorm._rows.plan import THREADS_MAX, Plan
 from jaxnorm._rows.schedule_blocks import block_numbers, blocks_of_sums, with_registers, with_stages
 from jaxnorm._rows.shared_memory import round_up, slots_of, stage_bytes
-from jaxnorm._rows.traits import LONG_PART, LONG_ROWS, Traits
+from jaxnorm._rows.traits import LONG_PART, LONG_ROWS, Traits, smallest_cluster
 
 # Slots of a row that few threads share.
 SHORT_ROWS = 128
 # Rows with more columns have 64 elements of 16 bits a thread instead of 32: more loads are under way then, because more
 # elements share a thread's registers of addresses and counters. If a row has operands of columns, two blocks of threads
 # with so many elements hold rows up to the second number.
-MANY_COLUMNS = 8192, 24 * 1024
+MANY_COLUMNS = 8192, 28 * 1024
 # Elements of a row that a thread may have where that leaves fewer threads idle.
 SLOT_ELEMENTS = 56
 # Elements of rows that 512 threads share although more threads could: one block loads while another one writes or
@@ -26,6 +26,11 @@ RING_BYTES = 48 * 1024
 # sums, which registers hold for each column.
 WARP_COLUMNS = 40 * 32
 WARP_COLUMNS_OF_MANY_SUMS = 32 * 32
+# Longer rows that are summed up are shared by blocks of one warp, up to the most columns that a block alone would have.
+# If a multiprocessor has at most so many rows, twice as many blocks share a row that leaves each of them half as many
+# columns: fewer groups of blocks write fewer partial sums.
+COLUMNS_OF_BLOCK = 512 * 24
+FEW_ROWS, HALF_COLUMNS = 32, 512
 
 
 def plan_of_tiles(traits: Traits, source: str) -> Plan:
@@ -55,7 +60,8 @@ class _Tiles:
             self.vector = max(2, math.gcd(traits.program.width, self.vector))
         self.count = slots_of(traits.program.width, self.vector, traits.shifted)
         self.elements = traits.panels * self.vector
-        self.source, self.cluster = source, self._cluster(source)
+        self.source = source
+        self.cluster = self._cluster()
         if source == "ring" and not traits.fits_ring(self.cluster):
             self.source, self.cluster = "stream", 1
         self.part = -(-self.count // self.cluster)
@@ -95,24 +101,44 @@ class _Tiles:
 
     # ---- threads that share a row ----
 
-    def _cluster(self, source: str) -> int:
+    def _cluster(self) -> int:
         """How many blocks share a row."""
         traits = self.traits
-        if source != "ring" or not traits.can_cut:
+        if self.source != "ring" or not traits.can_cut:
             return 1
         if "cluster" in self.asked:
             return self.asked["cluster"]
         # An exchange within a block costs less than one between blocks.
         if traits.columns_stay:
             return traits.blocks_with_columns
+        if traits.sums and (cluster := self._cluster_of_warps()) > 2:
+            return cluster
         width = traits.program.width * traits.panels
         whole = traits.room // 2
-        most = 2 * LONG_PART if not traits.sums else 256 * 32 if traits.heavy else 512 * 24
+        most = 2 * LONG_PART if not traits.sums else 256 * 32 if traits.heavy else COLUMNS_OF_BLOCK
         alone = LONG_PART if traits.cheap and not traits.sums else most
         if traits.row_bytes <= whole and width <= alone:
             return 1
         fits = (c for c in (2, 4, 8) if traits.row_bytes <= whole * c and width <= most * c)
         return next(fits, 8)
+
+    def _cluster_of_warps(self) -> int:
+        """How many blocks of a warp share a row that is summed up over rows; 1 where they should not."""
+        traits, width = self.traits, self.traits.program.width
+        if (
+            traits.levels != 1
+            or traits.heavy
+            or traits.shifted
+            or traits.panels > 1
+            or traits.phases.group_dims
+            or not self._warp_columns() < width <= COLUMNS_OF_BLOCK
+        ):
+            return 1
+        cluster = smallest_cluster(width, self._warp_columns()) or 8
+        few = traits.rows is not None and traits.rows <= FEW_ROWS * traits.device.multiprocessors
+        if few and width >= 2 * cluster * HALF_COLUMNS:
+            cluster *= 2
+        return min(cluster, 8)
 
     def _shares(self) -> tuple[int, int, int]:
         """(threads that share a block's part of a row, slots of a thread at once, how often it has so many)."""
@@ -132,7 +158,7 @@ class _Tiles:
             return 1
         if self.source == "stream":
             # Rows that do not fill the GPU with small blocks get the largest ones.
-            most = 512 if not traits.shifted else THREADS_MAX if traits.few_rows else 256
+            most = THREADS_MAX if traits.few_rows else 256 if traits.shifted else 512
             return min(most, max(32, round_up(part, 32)))
         if part * elements <= self._warp_columns():
             return self._lanes_of_short_row()
@@ -260,7 +286,8 @@ class _Tiles:
             # The rows of a group share operands of columns.
             return 4 if elements <= 16 and len(sums) <= 2 else 2
         if sums and traits.levels == 1:
-            return 2 if self._few_threads(threads, groups, elements) else 1
+            short = self.source == "ring" and groups * 32 > threads
+            return 2 if short or self._few_threads(threads, groups, elements) else 1
         if sums:
             # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
             return 2 if is_long and not traits.levels else 1

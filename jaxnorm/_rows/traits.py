@@ -12,6 +12,8 @@ from jaxnorm._rows.shared_memory import in_row_order, slots_of
 # The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
 # row.
 LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
+# The limit for rows whose operands of columns stay in a block's memory.
+LONG_ROWS_WITH_COLUMNS = 56 * 1024
 # Elements of a row, or of a block's part of it, beyond which one block of 1024 threads is not enough.
 LONG_PART = 16 * 1024
 # Rows of odd length with operands of columns are fetched ahead if they have more bytes. Such operands are read one by

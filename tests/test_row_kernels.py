@@ -152,6 +152,56 @@ def test_long_rows(name, sizes, source, elements):
         assert error(got, want) < TOLERANCE["bfloat16"]
 
 
+def norm_backward(x, dy, rstd, scale):
+    """Gradients of x * rstd * scale, where rstd is saved: one reduction, and one sum over rows or two."""
+    x, dy = x.astype(rstd.dtype), dy.astype(rstd.dtype)
+    xhat, g = x * rstd, dy * scale
+    dx = rstd * (g - xhat * jnp.mean(g * xhat, 1, keepdims=True))
+    return dx, jnp.sum(dy * xhat, 0), jnp.sum(dy, 0)
+
+
+@pytest.mark.parametrize("results", [2, 3])
+@pytest.mark.parametrize(
+    ("columns", "rows", "cluster"),
+    [
+        (2048, 1000, 4),
+        (2048, 10000, 1),
+        (2560, 1000, 4),
+        (4096, 1000, 8),
+        (4096, 10000, 4),
+        (12288, 10000, 8),
+    ],
+)
+def test_blocks_of_a_warp_share_rows_that_are_summed_up(results, columns, rows, cluster):
+    """The schedule depends on the number of rows, and its kernel takes any number."""
+
+    def function(*operands):
+        return norm_backward(*operands)[:results]
+
+    def operands(rows):
+        x, dy, rstd = (rng.normal(size=(rows, n)) for n in (columns, columns, 1))
+        given = [
+            (x, "bfloat16"),
+            (dy, "bfloat16"),
+            (rstd, "float32"),
+            (rng.normal(size=columns), "float32"),
+        ]
+        return [jnp.asarray(a, dtype) for a, dtype in given]
+
+    rng = np.random.default_rng(0)
+    shapes = [
+        jax.ShapeDtypeStruct((rows, *a.shape[1:]) if a.ndim > 1 else a.shape, a.dtype)
+        for a in operands(1)
+    ]
+    plan = schedule(simplified(jax.make_jaxpr(function)(*shapes)), H100)
+    assert (plan.cluster, plan.lanes == 32) == (cluster, cluster > 1 and columns < 12288)
+    arrays = operands(19)
+    exact = function(*map(wide, arrays))
+    found = emulated(jax.make_jaxpr(function)(*arrays), arrays, plan, resident_blocks=3 * cluster)
+    for got, want in zip(found, exact, strict=True):
+        assert error(got, want) < TOLERANCE["bfloat16"]
+
+
 def sums(x):
     return x.sum(1), (x * x).sum(1)
 

@@ -455,11 +455,27 @@ def test_arrays_in_the_cache(columns):
     assert plan_of("layer_norm", in_cache, columns, device=DEVICES[80]).source == "registers"
 
 
-def test_few_long_rows_of_odd_length():
+@pytest.mark.parametrize("columns", [544, 640, 896, 1152, 1280])
+def test_narrow_rows_with_parameters(columns):
+    """Blocks stay for several rows, and read parameters once, however large the arrays are."""
+    plan = plan_of("layer_norm", 10**5, columns)
+    assert (plan.source, plan.hoist, plan.lanes) == (
+        "ring",
+        "registers" if columns < 1024 else "shared",
+        32,
+    )
+    # Rows that fill whole warps, longer rows, and one parameter that has twice the bytes of a row.
+    for other in (512, 768, 1024, 1536):
+        assert plan_of("layer_norm", 10**5, other).source == "registers"
+    assert plan_of("rms_norm", 10**5, columns).source == "registers"
+
+
+@pytest.mark.parametrize(("columns", "shorter"), [(50257, 256), (131072, 512)])
+def test_few_long_rows(columns, shorter):
     """Few rows get large blocks, and many rows small ones: a block adds up the sums of its row alone."""
-    few, many = (plan_of("entropy", rows, 50257) for rows in (8, 8192))
+    few, many = (plan_of("entropy", rows, columns) for rows in (64, 8192))
     assert (few.source, few.threads) == ("stream", 1024)
-    assert (many.source, many.threads) == ("stream", 256)
+    assert (many.source, many.threads) == ("stream", shorter)
 
 
 def test_sums_of_groups_of_rows():

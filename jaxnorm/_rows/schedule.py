@@ -46,7 +46,11 @@ def _source(traits: Traits) -> str:
     if not writes_rows and traits.levels <= 1 and traits.slots >= READ_SLOTS:
         at_once = traits.cheap and not traits.shifted and traits.row_bytes <= READ_ROWS
         return "registers" if at_once else "stream"
-    if traits.can_ring and traits.levels and (_are_fetched_ahead(traits) or traits.in_cache):
+    if (
+        traits.can_ring
+        and traits.levels
+        and (_are_fetched_ahead(traits) or traits.stays_for_columns)
+    ):
         return "ring"
     if traits.levels or traits.sums:
         # Registers hold the data of a block of 1024 threads beside their work: 32 words for each thread.

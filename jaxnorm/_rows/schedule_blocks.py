@@ -49,7 +49,7 @@ def block_numbers(traits: Traits, plan: Plan) -> list[int]:
         if plan.cluster > 1 and plan.threads <= 128:
             return [2]
         return [blocks_of_sums(traits, plan.threads, plan.lanes, elements)]
-    if plan.source == "ring" and traits.in_cache:
+    if plan.source == "ring" and traits.stays_for_columns:
         return [-(-(512 if elements <= 24 else 256) // plan.threads)]
     if plan.source == "ring" and traits.reads_columns_once:
         return [round(512 / plan.threads)]

@@ -78,7 +78,7 @@ class _Tiles:
             threads = groups * lanes
         at_once = self._rows_at_once(groups, slots * self.elements, threads)
         passes = 1
-        if in_ring and self.cluster == 1 and not (traits.shifted or traits.in_cache):
+        if in_ring and self.cluster == 1 and not (traits.shifted or traits.stays_for_columns):
             passes = self._passes(groups * at_once)
         plan = Plan(
             source=self.source,
@@ -276,7 +276,7 @@ class _Tiles:
             return 2 if two and fit else 1
         if not is_long and not traits.columns:
             return 1
-        if self.source == "ring" and traits.in_cache:
+        if self.source == "ring" and traits.stays_for_columns:
             # Registers hold 64 bytes of each of two rows beside the operands of columns.
             return 2 if elements * sum(i.dtype.itemsize for i in traits.wholes) <= 64 else 1
         if sums and traits.heavy:

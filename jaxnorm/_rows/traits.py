@@ -23,6 +23,9 @@ ODD_ROWS = 4 * 1024
 # multiprocessor has so many bytes of them.
 CACHED_ROWS = 256, 16 * 1024
 CACHED_PART = 8 * 1024
+# So they do for rows between these numbers of columns, if operands of columns have four times their bytes. Up to the
+# last number, a multiple of 256 columns fills whole warps, whose registers hold the row and what is loaded beside it.
+NARROW_ROWS, COLUMNS_OF_WARPS, FULL_WARPS = (512, 1280), 256, 1024
 # This many instructions for each byte from or to memory cost no time: no value is kept from phase to phase.
 FREE_INSTRUCTIONS = 8
 # A program with more instructions for an element is heavy.
@@ -151,20 +154,25 @@ class Traits:
         return sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
 
     @functools.cached_property
-    def in_cache(self) -> bool:
-        """Whether operands of columns are much of what is read, as the L2 cache has all rows and results.
+    def stays_for_columns(self) -> bool:
+        """Whether blocks stay for many rows because operands of columns, read for each, would take more time than rows.
 
-        Blocks that stay for many rows read these operands once.
+        The rows and results are in the L2 cache, or the operands have many bytes for each of the row.
         """
         row_bytes = self.row_bytes / max(1, len(self.wholes))
-        return (
-            bool(self.columns)
-            and not (self.sums or self.heavy or self.columns_vary or self.shifted)
-            and CACHED_ROWS[0] <= row_bytes <= CACHED_ROWS[1]
-            and self.rows is not None
-            and self.rows * row_bytes >= self.device.multiprocessors * CACHED_PART
-            and self.rows * (self.row_bytes + self.written_bytes) <= self.device.l2_bytes
-        )
+        if (
+            not self.columns
+            or (self.sums or self.heavy or self.columns_vary or self.shifted)
+            or self.rows is None
+            or self.rows * row_bytes < self.device.multiprocessors * CACHED_PART
+        ):
+            return False
+        width = self.program.width
+        if NARROW_ROWS[0] < width <= NARROW_ROWS[1] and self.column_bytes >= 4 * self.row_bytes:
+            if width > FULL_WARPS or width % COLUMNS_OF_WARPS:
+                return True
+        in_cache = self.rows * (self.row_bytes + self.written_bytes) <= self.device.l2_bytes
+        return in_cache and CACHED_ROWS[0] <= row_bytes <= CACHED_ROWS[1]
 
     # ---- operands of columns ----
 

@@ -47,7 +47,7 @@ def block_numbers(traits: Traits, plan: Plan) -> list[int]:
     elements = plan.slots * plan.vector * traits.panels
     if traits.sums and (traits.heavy or traits.levels) and not traits.columns_vary:
         if plan.cluster > 1 and plan.threads <= 128:
-            return [2]
+            return [2]  # each group of such blocks writes partial sums
         return [blocks_of_sums(traits, plan.threads, plan.lanes, elements)]
     if plan.source == "ring" and traits.stays_for_columns:
         return [-(-(512 if elements <= 24 else 256) // plan.threads)]

@@ -9,14 +9,18 @@ from jaxnorm._primitive.programs import cached_by_program
 from jaxnorm._rows import launcher
 from jaxnorm._rows.algebra import simplify
 from jaxnorm._rows.emit import emit
-from jaxnorm._rows.emit_sums import finish_columns
+from jaxnorm._rows.emit_sums import finish_columns, sums_end_here
 from jaxnorm._rows.kept import with_fewer_blocks
 from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import DEVICES, Device, Plan
 from jaxnorm._rows.rules import Program, cached_program_of
 from jaxnorm._rows.schedule import schedule
-from jaxnorm._rows.schedule_steps import posts_of_row, sums_end_here
-from jaxnorm._rows.shared_memory import exchanged_words, keeps_columns, shared_bytes
+from jaxnorm._rows.shared_memory import (
+    exchanged_words,
+    keeps_columns,
+    posts_of_row,
+    shared_bytes,
+)
 
 # Bytes of registers that a thread may spill, stores and loads together: a few cost less than fewer threads.
 SPILLS = 128

@@ -17,13 +17,18 @@ import functools
 import math
 
 from jaxnorm._rows.emit_reductions import Reductions
-from jaxnorm._rows.emit_sums import Sums, nodes_behind_sums
+from jaxnorm._rows.emit_sums import Sums, nodes_behind_sums, sums_end_here
 from jaxnorm._rows.expressions import accumulator, c_type, expression, words_of
 from jaxnorm._rows.graph import BOOL
 from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Program, compute_dtype
-from jaxnorm._rows.schedule_steps import POST_WORDS, posts_of_row, sums_end_here
-from jaxnorm._rows.shared_memory import exchanged_words, row_loads, steps_memory
+from jaxnorm._rows.shared_memory import (
+    POST_WORDS,
+    exchanged_words,
+    posts_of_row,
+    row_loads,
+    steps_memory,
+)
 
 
 class Steps(Sums, Reductions, abc.ABC):

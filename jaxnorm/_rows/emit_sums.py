@@ -4,6 +4,7 @@ from jaxnorm._rows.emit_memory import Memory
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.expressions import c_type, literal, words_of
 from jaxnorm._rows.graph import Node
+from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Input, Output, Program
 from jaxnorm._rows.text import addresses, product
 
@@ -20,6 +21,26 @@ def finish_columns(program: Program, group_dims: int) -> int:
     while columns < most and -(-program.width // columns) * results > FINISH_BLOCKS:
         columns *= 2
     return columns
+
+
+def sums_end_here(program: Program, plan: Plan) -> bool:
+    """Whether a block has all rows of its columns, and so computes the results of sums over rows by itself."""
+    results = [o for o in program.outputs if o.after]
+    if plan.grid != 1 or any(o.layout.columns is None for o in results):
+        return False
+    seen, stack = set(), [n for o in results for n in o.nodes]
+    while stack:
+        node = stack.pop()
+        if node.op == "row_sum" and node.attr[1]:
+            return False
+        if node.number in seen or node.op == "row_sum":
+            continue
+        seen.add(node.number)
+        if not node.after and (node.column or node.row):
+            return False
+        if node.after:
+            stack += node.args
+    return True
 
 
 class Sums(Memory):

@@ -7,10 +7,10 @@ from jaxnorm._rows.graph import Node
 from jaxnorm._rows.phases import Phases
 from jaxnorm._rows.plan import Plan
 from jaxnorm._rows.rules import Program
-from jaxnorm._rows.schedule_steps import StepsMemory, part_of_grid
 
 LINE = 128  # bytes of a cache line
 ROW_LOADS = 1024  # rows whose labels, statistics and the like fit in shared memory
+POST_WORDS = 2  # partial results in a post, which is 16 bytes (`emit_steps`)
 
 
 def round_up(n, unit) -> int:
@@ -105,6 +105,12 @@ def slots_of_line(program: Program, vector: int) -> int:
     return max(1, LINE // (vector * min(sizes)))
 
 
+def part_of_grid(slots: int, blocks: int, line: int) -> int:
+    """Slots of a block that shares a row of `slots`: whole cache lines, of which each has `line` slots."""
+    lines = -(-slots // line)
+    return -(-lines // blocks) * line
+
+
 def part_slots(program: Program, plan: Plan) -> int:
     """Slots of a panel in one of the blocks that share a row."""
     if plan.grid:
@@ -151,6 +157,64 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
     return SharedMemory(start, words, barriers, operands, total)
 
 
+@dataclasses.dataclass(frozen=True)
+class StepsMemory:
+    """Where a block's shared memory is used, in bytes. The stages come first.
+
+    Attributes:
+      parts: offset of the partial results of warps, for each stage.
+      known: offset of the results of reductions, for each stage.
+      gathered: offset of the places for the partial results of all blocks.
+      gathered_words: words of such a place.
+      gathered_sets: how many places each exchange has: one for each stage in a cluster, one for each of the exchange's
+        warps in a grid.
+      rows: offset of what is loaded for each row.
+      barriers: offset of the barriers.
+      total: bytes.
+    """
+
+    parts: int
+    known: int
+    gathered: int
+    gathered_words: int
+    gathered_sets: int
+    rows: int
+    barriers: int
+    total: int
+
+    @classmethod
+    def of(
+        cls, plan: Plan, words: tuple[int, ...], stage_bytes: int, row_words: int
+    ) -> "StepsMemory":
+        """The memory of a plan.
+
+        Args:
+          plan: the schedule.
+          words: partial results of each exchange.
+          stage_bytes: bytes of a stage.
+          row_words: what is loaded for all rows.
+        """
+        stages, all_words = plan.stages, sum(words)
+        parts = round_up(stages * stage_bytes, 128)
+        known = parts + stages * all_words * (plan.lanes // 32) * 4
+        gathered = known + stages * all_words * 4
+        gathered_words = max(words, default=0) * plan.cluster
+        gathered_sets = plan.exchangers if plan.grid else stages
+        rows = gathered + len(words) * gathered_sets * gathered_words * 4
+        barriers = round_up(rows + row_words * 4, 128)
+        total = barriers + 8 * stages * (2 + (2 if plan.grid else 3) * len(words))
+        return cls(
+            parts,
+            known,
+            gathered,
+            gathered_words,
+            gathered_sets,
+            rows,
+            barriers,
+            round_up(total, 128),
+        )
+
+
 def steps_memory(program: Program, plan: Plan) -> StepsMemory:
     """Where shared memory is used, if several rows are under way at once."""
     phases = Phases(program)
@@ -176,6 +240,11 @@ def row_loads(program: Program, phases: Phases) -> list[Node]:
 def exchanged_words(phases: Phases) -> tuple[int, ...]:
     """Partial results of each exchange of a row."""
     return tuple(len(reductions) for reductions in phases.reductions[:-1])
+
+
+def posts_of_row(words: tuple[int, ...]) -> int:
+    """Posts that a block has for a row, given the partial results of its exchanges."""
+    return sum(-(-count // POST_WORDS) for count in words)
 
 
 def shared_bytes(program: Program, plan: Plan) -> int:

@@ -111,7 +111,7 @@ class _Tiles:
         # An exchange within a block costs less than one between blocks.
         if traits.columns_stay:
             return traits.blocks_with_columns
-        if traits.sums and (cluster := self._cluster_of_warps()) > 2:
+        if (cluster := self._cluster_of_warps()) > 1:
             return cluster
         width = traits.program.width * traits.panels
         whole = traits.room // 2
@@ -123,10 +123,14 @@ class _Tiles:
         return next(fits, 8)
 
     def _cluster_of_warps(self) -> int:
-        """How many blocks of a warp share a row that is summed up over rows; 1 where they should not."""
+        """How many blocks of one warp share a row where there are sums over rows; 1 where a block has the row.
+
+        Two blocks take more time than one.
+        """
         traits, width = self.traits, self.traits.program.width
         if (
-            traits.levels != 1
+            not traits.sums
+            or traits.levels != 1
             or traits.heavy
             or traits.shifted
             or traits.panels > 1
@@ -138,7 +142,7 @@ class _Tiles:
         few = traits.rows is not None and traits.rows <= FEW_ROWS * traits.device.multiprocessors
         if few and width >= 2 * cluster * HALF_COLUMNS:
             cluster *= 2
-        return min(cluster, 8)
+        return min(cluster, 8) if cluster > 2 else 1
 
     def _shares(self) -> tuple[int, int, int]:
         """(threads that share a block's part of a row, slots of a thread at once, how often it has so many)."""
@@ -286,8 +290,8 @@ class _Tiles:
             # The rows of a group share operands of columns.
             return 4 if elements <= 16 and len(sums) <= 2 else 2
         if sums and traits.levels == 1:
-            short = self.source == "ring" and groups * 32 > threads
-            return 2 if short or self._few_threads(threads, groups, elements) else 1
+            shares_warp = self.source == "ring" and groups * 32 > threads
+            return 2 if shares_warp or self._few_threads(threads, groups, elements) else 1
         if sums:
             # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
             return 2 if is_long and not traits.levels else 1

@@ -12,9 +12,13 @@ import math
 
 from jaxnorm._rows.plan import THREADS_MAX, Plan
 from jaxnorm._rows.shared_memory import (
+    StepsMemory,
+    exchanged_words,
     part_of_grid,
     round_up,
+    row_words,
     slots_of_line,
+    stage_bytes,
     steps_memory,
 )
 from jaxnorm._rows.traits import Traits
@@ -137,10 +141,8 @@ def plan_of_cluster(traits: Traits) -> Plan | None:
     wanted = long or (traits.few_rows and several)
     if "lag" not in asked and (not wanted or any(a in asked for a in OTHER_SCHEDULES)):
         return None
-    exchangers, column_bytes = (
-        asked.get("exchangers", 1),
-        traits.column_bytes // traits.program.width,
-    )
+    exchangers = asked.get("exchangers", 1)
+    column_bytes = traits.column_bytes // traits.program.width
     most = min(ELEMENTS_OF_CLUSTER, REGISTERS_OF_COLUMNS * 4 // max(1, column_bytes))
     least_cluster = min(8, device.multiprocessors // (traits.rows or 1024))
     for lag in (asked["lag"],) if "lag" in asked else (2, 1):
@@ -189,8 +191,10 @@ def _plan(traits: Traits, *, slots, grid=0, lag=1, threads=0, **fields) -> Plan:
 
 
 def _with_stages_that_fit(traits: Traits, plan: Plan) -> Plan:
-    room = traits.device.shared_bytes
-    while plan.stages and steps_memory(traits.program, plan).total > room:
+    room, words = traits.device.shared_bytes, exchanged_words(traits.phases)
+    stage = stage_bytes(traits.program, plan)
+    of_rows = row_words(traits.program, traits.phases)
+    while plan.stages and StepsMemory.of(plan, words, stage, of_rows).total > room:
         plan = dataclasses.replace(plan, stages=plan.stages - 1)
     return plan
 
@@ -223,7 +227,7 @@ def _groups(traits: Traits, rows: int) -> int:
         short = rows * traits.row_bytes <= multiprocessors * PART_OF_ONE_ROW
         if holds and (has_columns or not traits.written_bytes or short):
             return rows  # one exchange in all
-    # Many groups, of which the last one ends early.
+    # About as many groups as are wanted, so that the group with the most rows has little to do.
     most = min(rows, GROUPS, multiprocessors)
     wanted = max(1, min(multiprocessors * PART_BYTES[has_columns] // traits.row_bytes, most))
 

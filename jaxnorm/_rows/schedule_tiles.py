@@ -27,10 +27,10 @@ RING_BYTES = 48 * 1024
 WARP_COLUMNS = 40 * 32
 WARP_COLUMNS_OF_MANY_SUMS = 32 * 32
 # Longer rows that are summed up are shared by blocks of one warp, up to the most columns that a block alone would have.
-# If a multiprocessor has at most so many rows, twice as many blocks share a row that leaves each of them half as many
-# columns: fewer groups of blocks write fewer partial sums.
+# If a multiprocessor has at most so many rows, twice as many blocks share a row, unless that leaves each of them fewer
+# columns than the last number: fewer groups of blocks write fewer partial sums.
 COLUMNS_OF_BLOCK = 512 * 24
-FEW_ROWS, HALF_COLUMNS = 32, 512
+ROWS_OF_MULTIPROCESSOR, LEAST_COLUMNS = 32, 512
 
 
 def plan_of_tiles(traits: Traits, source: str) -> Plan:
@@ -139,8 +139,9 @@ class _Tiles:
         ):
             return 1
         cluster = smallest_cluster(width, self._warp_columns()) or 8
-        few = traits.rows is not None and traits.rows <= FEW_ROWS * traits.device.multiprocessors
-        if few and width >= 2 * cluster * HALF_COLUMNS:
+        most_rows = ROWS_OF_MULTIPROCESSOR * traits.device.multiprocessors
+        has_few_rows = traits.rows is not None and traits.rows <= most_rows
+        if has_few_rows and width >= 2 * cluster * LEAST_COLUMNS:
             cluster *= 2
         return min(cluster, 8) if cluster > 2 else 1
 

@@ -168,9 +168,10 @@ class Traits:
         ):
             return False
         width = self.program.width
-        if NARROW_ROWS[0] < width <= NARROW_ROWS[1] and self.column_bytes >= 4 * self.row_bytes:
-            if width > FULL_WARPS or width % COLUMNS_OF_WARPS:
-                return True
+        narrow = NARROW_ROWS[0] < width <= NARROW_ROWS[1]
+        in_full_warps = width <= FULL_WARPS and width % COLUMNS_OF_WARPS == 0
+        if narrow and not in_full_warps and self.column_bytes >= 4 * self.row_bytes:
+            return True
         in_cache = self.rows * (self.row_bytes + self.written_bytes) <= self.device.l2_bytes
         return in_cache and CACHED_ROWS[0] <= row_bytes <= CACHED_ROWS[1]
 

@@ -4,7 +4,7 @@ import collections
 import functools
 import math
 
-from jaxnorm._rows import draws
+from jaxnorm._rows import draws, moments
 from jaxnorm._rows.graph import AS_ELEMENT, FLOAT, Graph, Node, is_extreme, is_literal
 from jaxnorm._rows.rules import Program
 
@@ -26,19 +26,7 @@ def simplify(program: Program) -> Program:
     row_bytes = sum(i.panels * program.width * i.dtype.itemsize for i in wholes)
     if row_bytes > (ONE_PASS_BYTES if program.neighbours == 1 else ONE_PASS_SIDE_BY_SIDE):
         program = _one_pass(program)
-    return _collect(program)
-
-
-def _rewrite(program: Program, rule) -> Program:
-    """Rebuilds all nodes: `rule(node, args)` returns what takes the place of a node whose arguments became `args`."""
-    done: dict[int, Node] = {}
-
-    def new(node):
-        if node.number not in done:
-            done[node.number] = rule(node, [new(a) for a in node.args])
-        return done[node.number]
-
-    return program.with_nodes(lambda output: [new(n) for n in output.nodes])
+    return _collect(moments.in_one_exchange(program))
 
 
 def _draw_by_bits(program: Program) -> Program:
@@ -48,7 +36,7 @@ def _draw_by_bits(program: Program) -> Program:
         new = graph.again(node, args)
         return draws.compared_as_bits(graph, new) or new
 
-    return _rewrite(program, rule)
+    return program.rewritten(rule)
 
 
 def _factor_elements(program: Program) -> Program:
@@ -74,7 +62,7 @@ def _factored_once(program: Program) -> Program:
         readers[new] += before[node]
         return new
 
-    return _rewrite(program, rule)
+    return program.rewritten(rule)
 
 
 def _results(program: Program) -> list[Node]:
@@ -105,7 +93,7 @@ def _maxima_of_arguments(program: Program) -> Program:
             result = graph.node(f.op, args, AS_ELEMENT if len(args) == 1 else None, f.dtype)
         return result
 
-    return _rewrite(program, rule)
+    return program.rewritten(rule)
 
 
 def _is_increasing(node) -> bool:
@@ -145,7 +133,7 @@ def _share_logistic(program: Program) -> Program:
                 return graph.mul(graph.literal(2, node.dtype), rest)
         return graph.again(node, args)
 
-    return _rewrite(program, rule)
+    return program.rewritten(rule)
 
 
 # ---- one pass over long rows ----
@@ -173,7 +161,7 @@ def _one_pass(program: Program) -> Program:
                 )
         return graph.again(node, args)
 
-    return _rewrite(program, rule)
+    return program.rewritten(rule)
 
 
 def _is_max(node) -> bool:

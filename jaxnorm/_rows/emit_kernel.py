@@ -12,7 +12,6 @@ from jaxnorm._rows.emit_steps import Steps
 from jaxnorm._rows.emit_sums import Finish
 from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.expressions import (
-    accumulator,
     c_type,
     combined,
     element,
@@ -203,7 +202,7 @@ class Emitter(Steps):
         w(f"// phase {number + 1} of {self.phases.count}: {what}")
         for n in reductions:
             for u in self.rows:
-                w(f"{c_type(accumulator(n))} {self._acc(n, u)} = {identity(n)};")
+                self._declare_accumulator(n, u, f" = {identity(n)}")
             if self._packed(n):
                 for pair in self._pairs(n):
                     w(f"u32 {pair} = {self._lowest(n)};")
@@ -362,7 +361,7 @@ class Emitter(Steps):
                 self._keep(n, u)
         for n in fed:
             for a in n.args:
-                new = combined(n, self._acc(n, u), f"({c_type(accumulator(n))}){self.name(a, u)}")
+                new = combined(n, self._acc(n, u), self._added(n, self.name(a, u), u))
                 w(f"{f'if ({inside}) ' if inside else ''}{self._acc(n, u)} = {new};")
         if last:
             self._add_to_sums(u, inside)

@@ -2,7 +2,7 @@
 
 import functools
 
-from jaxnorm._rows.emit_memory import Memory
+from jaxnorm._rows.emit_moments import Moments
 from jaxnorm._rows.expressions import (
     accumulator,
     c_type,
@@ -12,11 +12,8 @@ from jaxnorm._rows.expressions import (
 from jaxnorm._rows.graph import BOOL
 
 
-class Reductions(Memory):
+class Reductions(Moments):
     """Reductions along the row."""
-
-    def _acc(self, n, u) -> str:
-        return self.row(f"{n.attr[0]}_{n.number}_part", u)
 
     def _pair(self, n, u) -> str:
         return self.row(f"pair_{n.number}", u)
@@ -93,7 +90,7 @@ class Reductions(Memory):
             if self._packed(n) and n not in maxima:
                 for u in self.rows:
                     w(f"{self._acc(n, u)} = {self._maximum(n, u)};")
-        self._exchange_lanes(reductions, maxima, min(plan.lanes, 32))
+        self._exchange_lanes(reductions, maxima)
         partials = plan.warps * plan.cluster
         if partials > 1 or plan.in_steps:
             self._exchange_warps(number, reductions, maxima, partials)
@@ -104,12 +101,15 @@ class Reductions(Memory):
                 value = f"{value} != 0" if n.dtype == BOOL else f"({c_type(n.dtype)}){value}"
                 w(f"const {c_type(n.dtype)} {self.name(n, u)} = {value};")
 
-    def _exchange_lanes(self, reductions, maxima, lanes):
+    def _exchange_lanes(self, reductions, maxima):
         """Butterflies: in the end each lane has the same bits."""
+        lanes, w = self._lanes_of_warp, self.w
+        sharers = self.plan.cluster * self.plan.lanes
         if lanes == 1:
+            self._end_moments(reductions, sharers)
             return
-        w = self.w
-        others = [n for n in reductions if n not in maxima]
+        known = {*maxima, *self._known_counts(reductions, sharers // lanes)}
+        others = [n for n in reductions if n not in known]
         for n in maxima:
             for u in self.rows:
                 w(f"const float {self.row(f'before_{n.number}', u)} = {self._acc(n, u)};")
@@ -120,8 +120,10 @@ class Reductions(Memory):
                     with w.block():
                         before = self.row(f"before_{n.number}", u)
                         self._rescale(n, u, reductions, before, self._acc(n, u))
+        self._threads_to_origin(reductions)
         if others:
             self._butterfly(others, lanes)
+        self._end_moments(reductions, sharers // lanes)
 
     def _distances(self, lanes) -> str:
         return f"{lanes // 2}; distance"
@@ -155,7 +157,8 @@ class Reductions(Memory):
             f" + ({which}) * {self.memory.reduction_words};"
         )
         places, place_end = {}, 0
-        for n in reductions:
+        known = self._known_counts(reductions, partials)
+        for n in (n for n in reductions if n not in known):
             for u in self.rows:
                 places[n, u] = place_end
                 place_end += partials * max(1, plan.side) * _words(n)
@@ -169,11 +172,11 @@ class Reductions(Memory):
             w(f"if (thread == 0) barrier_expect(received + ({which}), {4 * place_end}u);")
             w(f"barrier_wait(received + ({which}), (exchange_{number} >> 1) & 1);")
         read = functools.partial(self._part, number, places)
-        others = [n for n in reductions if n not in maxima and not n.attr[0].endswith("below_max")]
-        if partials <= (4 if maxima or plan.side else 16):
-            self._add_parts_alone(reductions, maxima, others, partials, read)
+        most = 4 if maxima or plan.side else 2 if self._moments(reductions) else 16
+        if partials <= most:
+            self._add_parts_alone(reductions, maxima, partials, read)
         else:
-            self._add_parts_together(reductions, maxima, others, partials, read)
+            self._add_parts_together(reductions, maxima, partials, partials, read)
 
     def _write_part(self, n, value, place, barrier):
         plan = self.plan
@@ -195,11 +198,13 @@ class Reductions(Memory):
     def _part(self, number, places, n, u, q) -> str:
         return f"(({c_type(accumulator(n))}*)(parts_{number} + {places[n, u]}))[{q}]"
 
-    def _add_parts_alone(self, reductions, maxima, others, partials, read):
+    def _add_parts_alone(self, reductions, maxima, partials, read):
         """Each thread adds up all parts."""
         w = self.w
+        each = f"UNROLL for (int q = 0; q < {partials}; ++q)"
         for u in self.rows:
-            for n in [*maxima, *others]:
+            self._add_parts_of_moments(reductions, u, partials, read, each)
+            for n in [*maxima, *self._independent(reductions, maxima)]:
                 w(f"{self._acc(n, u)} = {read(n, u, 0)};")
                 part = combined(n, self._acc(n, u), read(n, u, "q"))
                 w(f"UNROLL for (int q = 1; q < {partials}; ++q) {self._acc(n, u)} = {part};")
@@ -207,8 +212,9 @@ class Reductions(Memory):
                 below = self._below(m, reductions)
                 for n in below:
                     w(f"{self._acc(n, u)} = 0.f;")
-                with w.block(f"UNROLL for (int q = 0; q < {partials}; ++q)"):
+                with w.block(each):
                     self._add_below(m, below, u, read, "q")
+        self._end_moments(reductions, 1)
 
     def _add_below(self, maximum, below, u, read, q):
         """Adds the sums of part q, brought to the common maximum."""
@@ -224,16 +230,21 @@ class Reductions(Memory):
             else:
                 w(f"{self._acc(n, u)} += factor * {value};")
 
-    def _add_parts_together(self, reductions, maxima, others, partials, read):
-        """Each lane adds up every 32nd part, then the lanes exchange."""
-        w, some = self.w, self._some_parts(partials)
+    def _add_parts_together(self, reductions, maxima, partials, sharers, read):
+        """Lanes add up a part each, or every 32nd part, and exchange. `sharers` parts make a row."""
+        w, some, lanes = self.w, self._some_parts(partials), self._lanes_of_parts(partials)
+        first = [*maxima, *self._independent(reductions, maxima)]
+        known = self._known_counts(reductions, sharers // partials)
+        of_moments = [n for m in self._moments(reductions) for n in m if n not in known]
         for u in self.rows:
-            for n in [*maxima, *others]:
+            self._add_parts_of_moments(reductions, u, sharers, read, some)
+            for n in first:
                 w(f"{self._acc(n, u)} = {identity(n)};")
                 part = combined(n, self._acc(n, u), read(n, u, "q"))
                 w(f"{some} {self._acc(n, u)} = {part};")
-        if maxima or others:
-            self._butterfly([*maxima, *others], 32)
+        if first or of_moments:
+            self._butterfly([*first, *of_moments], lanes)
+        self._end_moments(reductions, sharers // partials)
         for u in self.rows:
             for m in maxima:
                 below = self._below(m, reductions)
@@ -243,10 +254,24 @@ class Reductions(Memory):
                     self._add_below(m, below, u, read, "q")
         below = [n for m in maxima for n in self._below(m, reductions)]
         if below:
-            self._butterfly(below, 32)
+            self._butterfly(below, lanes)
+
+    def _independent(self, reductions, maxima):
+        """The reductions whose parts are combined by themselves."""
+        known = {*maxima, *(n for m in self._moments(reductions) for n in m)}
+        return [n for n in reductions if n not in known and not n.attr[0].endswith("below_max")]
+
+    def _lanes_of_parts(self, partials) -> int:
+        """Lanes that together read all parts. The other lanes of a warp read the same again.
+
+        There are at least two: in `emit_steps`, the butterfly keeps the lanes of the exchanging warp together.
+        """
+        return min(32, max(2, 1 << (partials - 1).bit_length()))
 
     def _some_parts(self, partials) -> str:
-        return f"for (int q = lane_of_warp; q < {partials}; q += 32)"
+        if partials > 32:
+            return f"for (int q = lane_of_warp; q < {partials}; q += 32)"
+        return f"if (const int q = lane_of_warp % {self._lanes_of_parts(partials)}; q < {partials})"
 
     def _maxima(self, reductions):
         """Maxima below which other reductions of the phase sum."""

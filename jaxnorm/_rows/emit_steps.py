@@ -204,7 +204,6 @@ class Steps(Sums, Reductions, abc.ABC):
         plan, w, blocks = self.plan, self.w, self.plan.cluster
         reductions = self.phases.reductions[level]
         maxima = self._maxima(reductions)
-        others = [n for n in reductions if n not in maxima and not n.attr[0].endswith("below_max")]
         helper = (
             f"for (int turn = helper % {plan.exchangers}; turn < turns; turn += {plan.exchangers})"
         )
@@ -218,18 +217,26 @@ class Steps(Sums, Reductions, abc.ABC):
             if blocks > 1:
                 w(f"u32* const gathered = {self._gathered(level)};")
             for n in reductions:
-                w(f"{c_type(accumulator(n))} {self._acc(n, 0)};")
+                self._declare_accumulator(n, 0)
             w(f"barrier_wait({self._barrier('summed', level)}, {self._parity()});")
             of_warps = functools.partial(part, "parts", self._warps)
-            self._add_parts_together(reductions, maxima, others, self._warps, of_warps)
+            self._add_parts_together(
+                reductions, maxima, self._warps, self._warps * blocks, of_warps
+            )
             words = [f"*(u32*)&{self._acc(n, 0)}" for n in reductions]
             if blocks > 1:
                 if plan.grid:
                     self._exchange_posts(level, reductions, words)
                 else:
-                    self._exchange_in_cluster(level, words)
+                    known = self._known_counts(reductions, blocks)
+                    sent = {
+                        k: x
+                        for k, (n, x) in enumerate(zip(reductions, words, strict=True))
+                        if n not in known
+                    }
+                    self._exchange_in_cluster(level, sent)
                 of_blocks = functools.partial(part, "gathered", blocks)
-                self._add_parts_together(reductions, maxima, others, blocks, of_blocks)
+                self._add_parts_together(reductions, maxima, blocks, blocks, of_blocks)
             with w.block("if (lane_of_warp == 0)"):
                 w(f"u32* const results = {self._results()} + {sum(self.words[:level])};")
                 for place, word in enumerate(words):
@@ -249,7 +256,7 @@ class Steps(Sums, Reductions, abc.ABC):
         return f"(u32*)(shared + {self.shared.gathered}) + {place}"
 
     def _exchange_in_cluster(self, level, words):
-        """Sends a block's results to all blocks of the cluster, and waits for the results of all blocks.
+        """Sends a block's results, by their places, to all blocks of the cluster, and waits for all blocks' results.
 
         The places of row r are written again for row r + stages. A block that sends for that row has ended the step
         before, and so has the results of row r + stages - lag - 1 of the same exchange. Each block gave its part of
@@ -260,7 +267,7 @@ class Steps(Sums, Reductions, abc.ABC):
         received = self._barrier("received", level)
         w(f"if (lane_of_warp == 0) barrier_expect({received}, {4 * blocks * len(words)}u);")
         with w.block(f"if (lane_of_warp < {blocks})"):
-            for place, word in enumerate(words):
+            for place, word in words.items():
                 w(
                     f"cluster_send(gathered + {place * blocks} + rank, lane_of_warp, {word}, {received});"
                 )

@@ -203,9 +203,13 @@ class StridedEmitter(Emitter):
     def _distances(self, lanes) -> str:
         return f"16; distance >= {self.plan.side}"
 
-    def _exchange_lanes(self, reductions, maxima, lanes):
-        if self.plan.side < 32:
-            super()._exchange_lanes(reductions, maxima, 32)
+    @property
+    def _lanes_of_warp(self) -> int:
+        return 32 // self.plan.side
+
+    def _of_lane(self, value, lane) -> str:
+        side = self.plan.side
+        return f"__shfl_sync(~0u, {value}, lane_of_warp % {side} + {side * lane})"
 
     def _write_part(self, n, value, place, barrier):
         plan, w = self.plan, self.w
@@ -221,6 +225,9 @@ class StridedEmitter(Emitter):
 
     def _part(self, number, places, n, u, q) -> str:
         return super()._part(number, places, n, u, f"({q}) * {self.plan.side} + group")
+
+    def _lanes_of_parts(self, partials) -> int:
+        return 32
 
     def _some_parts(self, partials) -> str:
         side = self.plan.side

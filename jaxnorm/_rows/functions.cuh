@@ -203,6 +203,19 @@ DEVICE float from_float8_e4m3fn(u32 byte) {
   return byte & 0x80u ? -value : value;
 }
 
+// ---- means, and sums of squares about them ----
+
+DEVICE float finite_or_zero(float x) { return fabsf(x) < INFINITE ? x : 0.f; }
+DEVICE float middle_of(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+DEVICE float square(float x) { return x * x; }
+// From the sums of d and d^2, where d is the distance from an origin: the mean, and the sum of squares about the mean.
+// The mean of n numbers is their sum times `share`, 1 / n.
+DEVICE void mean_and_squares(float origin, float share, float& sum, float& squares) {
+  const float rest = sum * share;
+  squares = max_nan(0.f, squares - sum * rest);
+  sum = origin + rest;
+}
+
 // ---- functions of one element ----
 
 DEVICE float fast_exp(float x) { return exp2_fast(x * 1.442695041f); }

@@ -278,7 +278,7 @@ class Graph:
             "reduce",
             nodes,
             attr or (kind,),
-            nodes[0].dtype,
+            INT if kind == "count" else nodes[0].dtype,
             row=any(n.row for n in nodes),
             column=False,
             level=level,

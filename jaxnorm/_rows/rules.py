@@ -97,6 +97,20 @@ class Program:
         outputs = tuple(dataclasses.replace(o, nodes=tuple(nodes_of(o))) for o in self.outputs)
         return dataclasses.replace(self, outputs=outputs)
 
+    def rewritten(self, rule) -> "Program":
+        """The same program with all nodes rebuilt.
+
+        `rule(node, args)` returns what takes the place of a node whose arguments became `args`.
+        """
+        done: dict[int, Node] = {}
+
+        def new(node):
+            if node.number not in done:
+                done[node.number] = rule(node, [new(a) for a in node.args])
+            return done[node.number]
+
+        return self.with_nodes(lambda output: [new(n) for n in output.nodes])
+
 
 def program_of(closed, row_sums: bool = True) -> Program:
     """The row program of a jaxpr.

@@ -10,7 +10,7 @@ from jaxnorm._rows.shared_memory import in_row_order, slots_of
 
 # Where nothing is summed over rows, rows whose arrays have more bytes are fetched ahead: registers hold too few rows.
 # The smallest limit is for programs whose phases take time, the largest for other programs with at most one exchange a
-# row.
+# row, and with operands of columns that have at most twice the row's bytes.
 LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
 # The limit for rows whose operands of columns stay in a block's memory.
 LONG_ROWS_WITH_COLUMNS = 56 * 1024

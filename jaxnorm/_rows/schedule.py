@@ -64,8 +64,8 @@ def _are_fetched_ahead(traits: Traits) -> bool:
         return not traits.columns_vary
     if traits.reads_columns_once:
         return True
-    little = traits.levels == 1 and traits.column_bytes <= 2 * traits.row_bytes
-    limit = LONG_ROWS[0 if not traits.cheap else 2 if little else 1]
+    light = traits.levels == 1 and traits.column_bytes <= 2 * traits.row_bytes
+    limit = LONG_ROWS[0 if not traits.cheap else 2 if light else 1]
     if traits.columns_stay:
         limit = min(limit, LONG_ROWS_WITH_COLUMNS)
     return traits.row_bytes > limit * len(traits.wholes)

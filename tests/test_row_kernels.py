@@ -326,3 +326,31 @@ def test_differences_of_large_values(known):
     arrays = [x, top(x)] if known else [x]
     (got,) = emulated(jax.make_jaxpr(f)(*arrays), arrays)
     assert error(got, f(wide(x))[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"lanes": 96},
+        {"source": "ring", "lanes": 96},
+        {"source": "ring", "lanes": 96, "cluster": 2},
+        {"source": "stream", "lanes": 96, "slots": 1},
+    ],
+)
+def test_results_of_four_and_of_eight_bytes(asked):
+    """Partial results of three warps, in the first and in the second set of places: an odd number of words."""
+
+    def spreads(a, b):
+        of_a, of_b = a.mean(1, keepdims=True), b.mean(1, keepdims=True)
+        a, b = a - of_a, b - of_b
+        return a / (a * a).sum(1, keepdims=True), b / (b * b).sum(1, keepdims=True)
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        arrays = [rng.normal(size=(7, 2304)).astype(dtype) for dtype in ("float32", "float64")]
+        closed = jax.make_jaxpr(spreads)(*arrays)
+        plan = schedule(simplified(closed), H100, **asked)
+        found = emulated(closed, arrays, plan, resident_blocks=plan.cluster)
+        exact = spreads(*map(wide, map(jnp.asarray, arrays)))
+    for got, wanted, dtype in zip(found, exact, ("float32", "float64"), strict=True):
+        assert error(got, wanted) < TOLERANCE[dtype]

@@ -158,7 +158,8 @@ class Reductions(Moments):
         )
         places, place_end = {}, 0
         known = self._known_counts(reductions, partials)
-        for n in (n for n in reductions if n not in known):
+        # The longest come first, so that each lies on a multiple of its size.
+        for n in sorted((n for n in reductions if n not in known), key=_words, reverse=True):
             for u in self.rows:
                 places[n, u] = place_end
                 place_end += partials * max(1, plan.side) * _words(n)

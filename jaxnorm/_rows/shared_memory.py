@@ -142,7 +142,7 @@ def shared_memory(program: Program, plan: Plan) -> SharedMemory:
         max((sum(n.dtype.itemsize // 4 or 1 for n in r) for r in phases.reductions), default=0)
         * plan.rows_at_once
     )
-    words = most * partials
+    words = round_up(most * partials, 2)  # of 4 bytes; a result may have 8
     sums = [n for n in phases.row_sums if not n.attr[1]]
     sum_bytes = (
         max((plan.groups * program.width * n.dtype.itemsize for n in sums), default=0)

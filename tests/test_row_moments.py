@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_emulator
+from test_row_kernels import H100, emulated
 
 from jaxnorm._ops.norm_primitives import _fwd_reference
-from jaxnorm._rows.call import row_call, simplified
+from jaxnorm._rows.call import simplified
 from jaxnorm._rows.phases import Phases
-from jaxnorm._rows.plan import DEVICES
 from jaxnorm._rows.schedule import schedule
-
-H100 = DEVICES[90]
 
 
 def layer_norm(x, scale, bias, axis=1):
@@ -76,11 +74,7 @@ def check(x, axis=1, **asked):
     vectors = np.ones(shape, np.float32), np.zeros(shape, np.float32)
     closed = jax.make_jaxpr(lambda *a: layer_norm(*a, axis=axis))(x, *vectors)
     plan = schedule(simplified(closed), H100, **asked)
-    avals = [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
-    arrays = [np.asarray(x), *vectors]
-    y, mean, rstd = row_emulator.run(
-        row_call(closed, H100, plan), arrays, avals, resident_blocks=plan.cluster
-    )
+    y, mean, rstd = emulated(closed, [x, *vectors], plan, resident_blocks=plan.cluster)
     exact = np.asarray(x, np.float64)
     center = exact.mean(axis, keepdims=True)
     deviation = np.sqrt(((exact - center) ** 2).mean(axis, keepdims=True) + 1e-6)
@@ -148,9 +142,7 @@ def test_numbers_that_are_not_finite(columns):
     )
     x = jnp.asarray(x, "bfloat16")
     vectors = np.ones(columns, np.float32), np.zeros(columns, np.float32)
-    closed = jax.make_jaxpr(layer_norm)(x, *vectors)
-    avals = [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
-    y, mean, rstd = row_emulator.run(row_call(closed, H100), [np.asarray(x), *vectors], avals)
+    y, mean, rstd = emulated(jax.make_jaxpr(layer_norm)(x, *vectors), [x, *vectors])
     np.testing.assert_array_equal(np.ravel(mean)[8:13], [np.inf, -np.inf, np.inf, np.nan, np.inf])
     y = np.asarray(y, np.float32)
     assert np.isnan(y[8:13]).all()

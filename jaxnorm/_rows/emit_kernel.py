@@ -285,7 +285,8 @@ class Emitter(Steps):
         """The loop over slots that computes these nodes and feeds these reductions."""
         items = sorted(nodes.items(), key=lambda item: self.order[item[0]])
         packed = [n for n in reductions if self._packed(n)]
-        fed = [n for n in reductions if not self._packed(n)]
+        known = self._known_counts(reductions, self.plan.cluster * self.plan.lanes)
+        fed = [n for n in reductions if not self._packed(n) and n not in known]
         used_otherwise = {a for n, from_registers in items if not from_registers for a in n.args}
         used_otherwise |= {a for n in fed for a in n.args}
         if last:

@@ -70,6 +70,19 @@ class Base:
     def row(self, name: str, u: int) -> str:
         return f"{name}_{u}" if self.plan.rows_at_once > 1 else name
 
+    def _acc(self, n, u) -> str:
+        """What a thread has of a reduction."""
+        return self.row(f"{n.attr[0]}_{n.number}_part", u)
+
+    @property
+    def _lanes_of_warp(self) -> int:
+        """Lanes of a warp that share a row."""
+        return min(self.plan.lanes, 32)
+
+    def _of_lane(self, value, lane) -> str:
+        """What another lane that shares the row has."""
+        return f"__shfl_sync(~0u, {value}, {lane}, {self._lanes_of_warp})"
+
     def in_order(self, nodes) -> list[Node]:
         """Nodes in the order in which they are computed."""
         return sorted(nodes, key=lambda n: self.order[n])

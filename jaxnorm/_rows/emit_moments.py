@@ -20,9 +20,6 @@ class Moments(Memory):
     The attribute of a mean has its count, and the attribute of a sum of squares has its mean.
     """
 
-    def _acc(self, n, u) -> str:
-        return self.row(f"{n.attr[0]}_{n.number}_part", u)
-
     def _origin(self, mean, u) -> str:
         return self.row(f"origin_{mean.number}", u)
 
@@ -30,15 +27,6 @@ class Moments(Memory):
         self.w(f"{c_type(accumulator(n))} {self._acc(n, u)}{start};")
         if n.attr[0] == "mean":
             self.w(f"float {self._origin(n, u)} = 0.f;")
-
-    @property
-    def _lanes_of_warp(self) -> int:
-        """Lanes of a warp that share a row."""
-        return min(self.plan.lanes, 32)
-
-    def _of_lane(self, value, lane) -> str:
-        """What another lane that shares the row has."""
-        return f"__shfl_sync(~0u, {value}, {lane}, {self._lanes_of_warp})"
 
     @staticmethod
     def _moments(reductions):
@@ -73,7 +61,7 @@ class Moments(Memory):
         """What an element adds to a reduction."""
         kind = n.attr[0]
         if kind == "count":
-            return "0" if self._even else "1"
+            return "1"
         if kind == "mean":
             self.w(f"if ({self._is_first}) {self._origin(n, u)} = {self._first(x)};")
             return f"({x} - {self._origin(n, u)})"
@@ -123,18 +111,21 @@ class Moments(Memory):
     def _add_parts_of_moments(self, reductions, u, sharers, read, loop):
         """Adds up what parts know, of which so many share a row, about the mean of the first one: a loop over `q`."""
         w = self.w
+        known = self._are_known(sharers)
         for count, mean, squares in self._moments(reductions):
-            origin, part = self._origin(mean, u), self._acc(mean, u)
+            origin, part, of_squares = (
+                self._origin(mean, u),
+                self._acc(mean, u),
+                self._acc(squares, u),
+            )
+            n = "" if known else read(count, u, "q")
             w(f"{origin} = finite_or_zero({read(mean, u, 0)});")
-            w(f"{part} = {self._acc(squares, u)} = 0.f, {self._acc(count, u)} = 0;")
-            n = "" if self._even else read(count, u, "q")
+            w(f"{part} = {of_squares} = 0.f, {self._acc(count, u)} = 0;")
             with w.block(loop):
                 w(f"const float distance = {read(mean, u, 'q')} - {origin};")
                 w(f"const float moved = {self._columns(n, sharers)} * distance;")
-                w(
-                    f"{part} += moved, {self._acc(squares, u)} += {read(squares, u, 'q')} + moved * distance;"
-                )
-                if n:
+                w(f"{part} += moved, {of_squares} += {read(squares, u, 'q')} + moved * distance;")
+                if not known:
                     w(f"{self._acc(count, u)} += {n};")
 
     def _end_moments(self, reductions, sharers):

@@ -229,11 +229,7 @@ class Steps(Sums, Reductions, abc.ABC):
                     self._exchange_posts(level, reductions, words)
                 else:
                     known = self._known_counts(reductions, blocks)
-                    sent = {
-                        k: x
-                        for k, (n, x) in enumerate(zip(reductions, words, strict=True))
-                        if n not in known
-                    }
+                    sent = {k: words[k] for k, n in enumerate(reductions) if n not in known}
                     self._exchange_in_cluster(level, sent)
                 of_blocks = functools.partial(part, "gathered", blocks)
                 self._add_parts_together(reductions, maxima, blocks, blocks, of_blocks)

@@ -82,17 +82,17 @@ dropout_residual_layer_norm backward    4*32 4x8        1 32x2    ring 3       0
 layer_norm_gelu_4095 forward             192 3x8        1 192x3   ring 2       0 persistent hoist shifted
 layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       1 persistent hoist shifted
 channel_softmax forward                   32 32x1      32 256x2   registers    0 side 8
-channel_softmax backward                4*32 8x1       32 256x3   registers    0 side 8
-channel_softmax_64 forward                 4 16x1     128 128x6   registers    0 side 8
+channel_softmax backward                2*16 32x1      32 128x2   registers    1 side 8
+channel_softmax_64 forward                 8 8x1       64 128x8   registers    0 side 16
 channel_softmax_64 backward                8 8x1       64 128x6   registers    0 side 16
 channel_softmax_8192 forward            8*32 32x1      32 256x2   registers    0 side 8
 channel_softmax_8192 backward           8*64 16x1      32 512x1   registers    0 side 8
-channel_layer_norm forward                12 16x1      64 192x4   registers    0 side 16
+channel_layer_norm forward                 8 24x1      64 128x5   registers    0 side 16
 channel_layer_norm backward               24 8x1       32 192x3   registers    0 persistent side 8
 pixel_cross_entropy forward                1 21x1     512 128x5   registers    0 side 32
 pixel_cross_entropy backward               1 21x1     512 128x5   registers    0 side 32
-pixel_cross_entropy_150 forward           10 15x1      64 160x5   registers    0 side 16
-pixel_cross_entropy_150 backward          10 15x1      64 160x5   registers    0 side 16
+pixel_cross_entropy_150 forward            8 19x1      64 128x6   registers    0 side 16
+pixel_cross_entropy_150 backward           8 19x1      64 128x5   registers    0 side 16
 gated_rms_norm_64 forward                  8 1x8       32 256x2   registers    1
 gated_rms_norm_64 backward                 8 1x8       64 256x1   ring 2       1 persistent hoist
 gated_rms_norm_128 forward                 8 2x8       32 256x2   registers    1

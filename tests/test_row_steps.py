@@ -328,14 +328,14 @@ cross_entropy 16x262144 forward        8*512 8x8        1 544x1   ring 1       0
 cross_entropy 16x262144 backward       16*512 4x8        1 576x1   ring 2       0 persistent 8 groups, lag 2
 layer_norm 8x1048576 forward           132*512 2x8        1 1024x1  ring 8       0 persistent hoist 1 groups, lag 4
 layer_norm 8x1048576 backward          132*512 2x8        1 768x1   ring 6       0 persistent hoist 1 groups, lag 2
-rms_norm 8x1048576 forward             16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
+rms_norm 8x1048576 forward             132*512 2x8        1 768x1   ring 8       0 persistent hoist 1 groups, lag 8
 rms_norm 8x1048576 backward            132*512 2x8        1 704x1   ring 6       0 persistent hoist 1 groups, lag 4
-softmax 8x1048576 forward              66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 2
+softmax 8x1048576 forward              66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 4
 softmax 8x1048576 backward             132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
-log_softmax 8x1048576 forward          66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 2
+log_softmax 8x1048576 forward          66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 4
 log_softmax 8x1048576 backward         132*512 2x8        1 704x1   ring 6       0 persistent 1 groups, lag 4
 cross_entropy 8x1048576 forward        16*512 16x8       1 544x1   ring 1       0 persistent 8 groups, lag 1
-cross_entropy 8x1048576 backward       66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 2
+cross_entropy 8x1048576 backward       66*512 4x8        1 640x1   ring 4       0 persistent 2 groups, lag 4
 layer_norm 1x131072 forward            128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
 layer_norm 1x131072 backward           128*128 1x8        1 192x1   ring 2       0 persistent 1 groups, lag 1
 rms_norm 1x131072 forward              128*128 1x8        1 160x1   ring 1       0 persistent 1 groups, lag 1
@@ -435,11 +435,10 @@ def test_where_clusters_have_several_rows():
         return plan.in_steps and not plan.grid
 
     assert steps("layer_norm", "forward", 2048, 65536)
-    assert steps("layer_norm", "forward", 2048, 50257)
     assert steps("layer_norm", "forward", 2048, 32768, dtype=jnp.float32)
     assert steps("rms_norm", "forward", 2048, 131072)
     assert steps("softmax", "backward", 64, 131072)
-    for rows, columns in ((2048, 32768), (2048, 300_000)):
+    for rows, columns in ((2048, 32768), (2048, 50257), (2048, 300_000)):
         assert not steps("layer_norm", "forward", rows, columns)
     assert not steps("layer_norm", "backward", 2048, 65536)
     assert not steps("softmax", "backward", 256, 131072)

@@ -21,7 +21,9 @@ def are_in_parts(traits: Traits) -> bool:
         return False
     if "parts" in traits.asked:
         return traits.asked["parts"]
-    pair = traits.fits_ring(2) and traits.program.width * traits.panels <= 2 * LONG_PART
+    pair = traits.fits_ring(2) and (
+        traits.stays_whole or traits.program.width * traits.panels <= 2 * LONG_PART
+    )
     fits = _cluster_of(traits, 1) is not None
     return traits.cheap and fits and not pair and not traits.columns_stay
 

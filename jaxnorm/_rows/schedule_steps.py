@@ -41,10 +41,9 @@ EXCHANGE_BYTES = 56 * 1024
 LEAST_ROW_BYTES = 128 * 1024
 # Without sums over rows, clusters keep up with more rows: each of them works on a row of its own.
 ROWS = 48
-# The most groups of blocks, and the most that have one row each, without and with operands of columns. A group has one
-# row if there is one exchange, unless the row is written too and each block has more bytes of it: such rows are better
-# read while other ones are written.
-GROUPS, GROUPS_OF_ONE_ROW, PART_OF_ONE_ROW = 16, (16, 8), 48 * 1024
+# The most groups of blocks. A group has one row if there is one exchange and there are no operands of columns, unless
+# the row is written too and each block has more bytes of it: such rows are better read while other ones are written.
+GROUPS, PART_OF_ONE_ROW = 16, 48 * 1024
 # The most groups where there are sums over rows, and the least rows of each: each group has partial sums of its own.
 # There are no more rows than so many times the multiprocessors.
 GROUPS_OF_SUMS, GROUP_ROWS_OF_SUMS, ROWS_OF_SUMS = 16, 8, 2
@@ -122,7 +121,10 @@ def plan_of_grid(traits: Traits) -> Plan | None:
         return None
     # The exchanges of the last row end while the rows before it are written.
     part_bytes = part * (traits.written_bytes or traits.row_bytes) // traits.slots
-    lag = max(1, min(asked.get("lag") or -(-EXCHANGE_BYTES // part_bytes), most_lag))
+    # Where the stages have all rows of the group, all are read before one is written.
+    reads_all = plan.stages == own_rows and not sums
+    wanted_lag = most_lag if reads_all else -(-EXCHANGE_BYTES // part_bytes)
+    lag = max(1, min(asked.get("lag") or wanted_lag, most_lag))
     return dataclasses.replace(plan, exchangers=exchangers, threads=threads, lag=lag)
 
 
@@ -137,6 +139,7 @@ def plan_of_cluster(traits: Traits) -> Plan | None:
     if not (traits.short_parts and traits.can_cut and traits.levels) or traits.sums:
         return None
     long = traits.columns_stay and traits.blocks_with_columns > 2
+    long = long and not traits.shifted
     several = traits.cheap and len(traits.wholes) > 1 and not traits.columns
     wanted = long or (traits.few_rows and several)
     if "lag" not in asked and (not wanted or any(a in asked for a in OTHER_SCHEDULES)):
@@ -219,13 +222,13 @@ def _part_of_grid(traits: Traits, blocks) -> int:
 def _groups(traits: Traits, rows: int) -> int:
     """Groups of blocks that share rows without sums over them."""
     multiprocessors, has_columns = traits.device.multiprocessors, bool(traits.columns)
-    if traits.levels == 1 and rows <= GROUPS_OF_ONE_ROW[has_columns]:
+    if traits.levels == 1 and rows <= GROUPS and not has_columns:
         # Rows that all blocks together hold.
         elements = traits.slots * traits.slot_elements
         room = 0.9 * traits.device.shared_bytes / traits.row_bytes
         holds = rows <= multiprocessors * min(room, LANES * ELEMENTS / elements)
         short = rows * traits.row_bytes <= multiprocessors * PART_OF_ONE_ROW
-        if holds and (has_columns or not traits.written_bytes or short):
+        if holds and (not traits.written_bytes or short):
             return rows  # one exchange in all
     # About as many groups as are wanted, so that the group with the most rows has little to do.
     most = min(rows, GROUPS, multiprocessors)

@@ -14,19 +14,22 @@ from jaxnorm._rows.graph import Node
 from jaxnorm._rows.kept import with_kept
 from jaxnorm._rows.plan import REGISTERS, REGISTERS_MAX, THREADS_MAX, Plan
 from jaxnorm._rows.shared_memory import shared_bytes
-from jaxnorm._rows.traits import Traits
+from jaxnorm._rows.traits import BUSY_INSTRUCTIONS, Traits
 
 # Rows of a thread, at most: each has values of its own, which take registers and are exchanged one by one.
 ROWS_MAX = 4
 # Bytes that the threads side by side read of a column: whole lines of memory where that leaves blocks small, at least
 # as many as memory gives at once.
 LINE, PIECE, SECTOR = 128, 64, 32
-# Words of rows in a thread's registers: where threads share rows, where each thread has its own rows, where there are
-# sums over rows (so many that several rows are on their way), and at most.
-WORDS, WORDS_ALONE, WORDS_SUMS, WORDS_MAX = 32, 44, 48, 64
+# Words of rows in a thread's registers: where threads share rows, where one or two threads have a row, where there are
+# sums over rows (so many that several rows are on their way), and in blocks of the most threads.
+WORDS, WORDS_ALONE, WORDS_SUMS, WORDS_OF_LARGEST = 64, 44, 48, 32
+# Words of rows, and columns of a row, that a thread of a small block in a cluster has.
+WORDS_OF_CLUSTER, COLUMNS_OF_CLUSTER = 128, 32
 # Instructions for an element, in all phases, from which on one value of each element stays in registers too.
 KEPT_INSTRUCTIONS = 30
 THREADS = 256  # of a block, where that is enough
+SMALL_BLOCK = 128  # threads
 REGISTERS_OTHER = 26  # for addresses, counters and intermediate results
 
 
@@ -93,6 +96,7 @@ class _Strided:
         phases = self.phases.evaluated(frozenset())
         cost = sum(n.cost for phase in phases for n in phase)
         self.kept_words = self.rows if len(phases) > 1 and cost > KEPT_INSTRUCTIONS else 0
+        self.work, self.busy = traits.work, traits.busy
 
     def _rows_at_once(self) -> int:
         wanted = max(1, min(ROWS_MAX, 16 // self.largest))
@@ -140,32 +144,56 @@ class _Strided:
 
     def _shapes(self):
         """(side, lanes, threads, cluster, words of rows that a thread may have), the best one first."""
-        few = WORDS_SUMS if self.phases.row_sums else WORDS
-        few = WORDS_MAX if self.kept_words else few
-        for lanes in (1, 2, 4):
-            if 32 // lanes >= self._side(PIECE) and not self.phases.row_sums:
-                yield 32 // lanes, lanes, 128, 1, WORDS_ALONE
-        width, line, piece = self.program.width, self._side(LINE), self._side(PIECE)
-        for side in dict.fromkeys((line, piece)):
-            sizes = [n for n in range(64, THREADS + 1, 32) if n // side > 1]
-            # Sizes with which the fewest threads have a slot less come first.
-            waste = {n: -(-width // (n // side)) * (n // side) / width for n in sizes}
-            for threads in sorted(
-                sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n)
-            ):
-                yield side, threads // side, threads, 1, few
-        if self.phases.count == 1 and not self.phases.row_sums:
+        if self.phases.row_sums:
+            yield from self._shapes_of_sums()
+            return
+        line, piece = self._side(LINE), self._side(PIECE)
+        for lanes in (1, 2):
+            if 32 // lanes >= piece:
+                yield 32 // lanes, lanes, SMALL_BLOCK, 1, WORDS_ALONE
+        # Where loads and stores wait for instructions, small blocks take turns.
+        shapes = [(line, SMALL_BLOCK if self.busy else THREADS, WORDS), (piece, THREADS, WORDS)]
+        if self.work > BUSY_INSTRUCTIONS[0]:
+            shapes = [(line, THREADS, WORDS // 2), *shapes]
+        for side, most, words in shapes:
+            for threads in self._sizes(side, SMALL_BLOCK, most):
+                yield side, threads // side, threads, 1, words
+        if self.phases.count == 1:
             return  # to read a part of a row at a time costs nothing
-        if not self.phases.row_sums:
-            yield piece, THREADS // piece, THREADS, 1, WORDS_MAX
+        if not self.busy:
+            yield piece, 2 * THREADS // piece, 2 * THREADS, 1, WORDS
+        if self.device.clusters:
+            words = min(WORDS_OF_CLUSTER, COLUMNS_OF_CLUSTER * (self.words + self.kept_words))
+            for cluster in (2, 4, 8):
+                yield piece, SMALL_BLOCK // piece, SMALL_BLOCK, cluster, words
+            for threads in (THREADS, 2 * THREADS):
+                yield piece, threads // piece, threads, 8, WORDS
+        yield from self._large_blocks()
+
+    def _shapes_of_sums(self):
+        """Shapes where there are sums over rows, for which each block stays for many rows."""
+        line, piece = self._side(LINE), self._side(PIECE)
+        for side in dict.fromkeys((line, piece)):
+            for threads in self._sizes(side, 64, THREADS):
+                yield side, threads // side, threads, 1, WORDS_SUMS
         if self.device.clusters:
             for cluster in (2, 4, 8):
-                yield piece, THREADS // piece, THREADS, cluster, few
+                yield piece, THREADS // piece, THREADS, cluster, WORDS_SUMS
             for threads in (THREADS, 2 * THREADS):
-                yield piece, threads // piece, threads, 8, WORDS_MAX
-        for side in (piece, self._side(SECTOR)):
-            for threads, words in ((2 * THREADS, WORDS_MAX), (THREADS_MAX, WORDS)):
+                yield piece, threads // piece, threads, 8, WORDS
+        yield from self._large_blocks()
+
+    def _large_blocks(self):
+        for side in (self._side(PIECE), self._side(SECTOR)):
+            for threads, words in ((2 * THREADS, WORDS), (THREADS_MAX, WORDS_OF_LARGEST)):
                 yield side, threads // side, threads, 1, words
+
+    def _sizes(self, side, least, most) -> list[int]:
+        """Sizes of blocks. Those with which the fewest threads have a slot less come first."""
+        width = self.program.width
+        sizes = [n for n in range(least, most + 1, 32) if n // side > 1]
+        waste = {n: -(-width // (n // side)) * (n // side) / width for n in sizes}
+        return sorted(sizes, key=lambda n: (waste[n] > 1.07, waste[n] if waste[n] > 1.07 else n))
 
     def _stream(self) -> Plan:
         """Each phase reads rows again, which the L2 cache has if all blocks together have few rows at a time."""

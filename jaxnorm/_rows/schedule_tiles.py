@@ -15,6 +15,8 @@ SHORT_ROWS = 128
 MANY_COLUMNS = 8192, 28 * 1024
 # Elements of a row that a thread may have where that leaves fewer threads idle.
 SLOT_ELEMENTS = 56
+# The same of a long row that a pair of blocks holds whole.
+WHOLE_ELEMENTS = 72
 # Elements of rows that 512 threads share although more threads could: one block loads while another one writes or
 # exchanges.
 BLOCK_ELEMENTS = 20 * 1024
@@ -110,12 +112,16 @@ class _Tiles:
             return self.asked["cluster"]
         # An exchange within a block costs less than one between blocks.
         if traits.columns_stay:
-            return traits.blocks_with_columns
+            # Rows of odd length take more instructions: small blocks of a multiprocessor take turns.
+            small = traits.shifted and traits.program.width > 2 * LONG_PART
+            return 8 if small else traits.blocks_with_columns
         if (cluster := self._cluster_of_warps()) > 1:
             return cluster
         width = traits.program.width * traits.panels
         whole = traits.room // 2
-        most = 2 * LONG_PART if not traits.sums else 256 * 32 if traits.heavy else COLUMNS_OF_BLOCK
+        most = 4 * LONG_PART if traits.stays_whole else 2 * LONG_PART
+        if traits.sums:
+            most = 256 * 32 if traits.heavy else COLUMNS_OF_BLOCK
         alone = LONG_PART if traits.cheap and not traits.sums else most
         if traits.row_bytes <= whole and width <= alone:
             return 1
@@ -170,15 +176,21 @@ class _Tiles:
         wanted = self._wanted_elements()
         fewest = -(-part // self._most_threads(wanted))
         wanted_slots = max(1, wanted // elements)
+        most_slots = max(fewest, wanted_slots, SLOT_ELEMENTS // elements)
+        unit, weight = 32, 0.05
+        if self.source == "ring" and self.traits.stays_whole:
+            # One block of a multiprocessor computes: each of its four schedulers has as many warps.
+            unit, weight, most_slots = 128, 0.2, max(fewest, WHOLE_ELEMENTS // elements)
+
+        def lanes(slots):
+            return round_up(-(-part // slots), unit)
 
         def cost(slots):
-            """Threads without a slot cost as much as others; more or less work for each thread costs little."""
-            idle = round_up(-(-part // slots), 32) * slots / part
-            return idle * (1 + 0.05 * abs(math.log2(slots / wanted_slots))), slots
+            """Threads without a slot cost as much as others; more or less work for each thread costs less."""
+            idle = lanes(slots) * slots / part
+            return idle * (1 + weight * abs(math.log2(slots / wanted_slots))), slots
 
-        most_slots = max(fewest, wanted_slots, SLOT_ELEMENTS // elements)
-        slots = min(range(fewest, most_slots + 1), key=cost)
-        return round_up(-(-part // slots), 32)
+        return lanes(min(range(fewest, most_slots + 1), key=cost))
 
     def _warp_columns(self) -> int:
         """Columns of rows that a warp has to itself."""
@@ -217,7 +229,7 @@ class _Tiles:
         if source == "ring" and traits.columns_stay:
             return 32
         if self.cluster > 1:
-            return 16 if traits.cheap else 64
+            return 16 if traits.cheap and not traits.stays_whole else 64
         if vector == 1 or not traits.levels or traits.shared_rows:
             return 16
         if traits.columns and source == "registers" and self.part <= SHORT_ROWS:
@@ -228,7 +240,8 @@ class _Tiles:
         width = traits.program.width
         many = width > least and not (traits.columns and width > most)
         many = many and traits.cheap and traits.dtypes[0].itemsize == 2
-        return 64 if many and source == "registers" and not traits.shifted else 32
+        one_by_one = traits.shifted and traits.columns
+        return 64 if many and source == "registers" and not one_by_one else 32
 
     def _most_threads(self, wanted) -> int:
         """The most threads that share a block's part of a row, where a thread should have so many elements."""
@@ -236,7 +249,8 @@ class _Tiles:
         if traits.sums:
             return 256 if traits.heavy else 512
         if self.source == "ring":
-            return 512 if self.cluster == 1 or wanted == 64 else THREADS_MAX
+            small = self.cluster == 1 or (wanted == 64 and not traits.stays_whole)
+            return 512 if small else THREADS_MAX
         fit = self.part * self.elements <= max(512 * wanted, BLOCK_ELEMENTS)
         return 512 if fit or not traits.phases.wholes else THREADS_MAX
 
@@ -330,6 +344,8 @@ class _Tiles:
         stage = max(stage_bytes(self.traits.program, plan), 1)
         if self.traits.sums:
             return min(3, STAGED_BYTES // (stage * max(1, block_numbers(self.traits, plan)[0])))
+        if self.traits.stays_whole:
+            return 4
         return 2 if self.traits.shifted else min(4, RING_BYTES // stage)
 
     def _hoist(self, elements) -> str:
@@ -338,7 +354,9 @@ class _Tiles:
             return ""
         if "hoist" in self.asked:
             return self.asked["hoist"]
-        if elements <= (16 if self.traits.heavy else 32):
+        traits = self.traits
+        most = 16 if traits.heavy else SLOT_ELEMENTS if traits.shifted and not traits.sums else 32
+        if elements <= most:
             return "registers"
         return "shared"
 

@@ -28,6 +28,9 @@ CACHED_PART = 8 * 1024
 NARROW_ROWS, COLUMNS_OF_WARPS, FULL_WARPS = (512, 1280), 256, 1024
 # This many instructions for each byte from or to memory cost no time: no value is kept from phase to phase.
 FREE_INSTRUCTIONS = 8
+# With more instructions for each byte, loads and stores wait for instructions. The second number is for rows of odd
+# length, whose ends are tested, and for rows that lie side by side.
+BUSY_INSTRUCTIONS = 4, 2
 # A program with more instructions for an element is heavy.
 HEAVY_INSTRUCTIONS = 36
 
@@ -217,6 +220,16 @@ class Traits:
     def cheap(self) -> bool:
         """Whether each phase may compute everything again."""
         return self.work <= FREE_INSTRUCTIONS
+
+    @property
+    def busy(self) -> bool:
+        """Whether loads and stores wait for instructions."""
+        return self.work > BUSY_INSTRUCTIONS[self.shifted or self.program.neighbours != 1]
+
+    @functools.cached_property
+    def stays_whole(self) -> bool:
+        """Whether few threads hold a long row, many elements each: the same row in parts takes more instructions."""
+        return self.busy and self.cheap and len(self.wholes) == 1 and not self.columns
 
     # ---- memory of blocks, and bulk copies ----
 

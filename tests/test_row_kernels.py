@@ -134,7 +134,7 @@ def test_arrays_in_the_cache(name, sizes, dtype):
 LONG_ROWS = [
     ("layer_norm", (37, 4095), "ring", 24),
     ("rms_norm", (37, 4097), "ring", 24),
-    ("adaln", (2, 3, 32769), "ring", 40),
+    ("adaln", (2, 3, 32769), "ring", 24),
     ("layer_norm", (5, 9216), "registers", 48),
     ("softmax", (5, 12288), "registers", 64),
     ("entropy", (3, 16384), "registers", 64),

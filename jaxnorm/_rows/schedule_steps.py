@@ -138,8 +138,7 @@ def plan_of_cluster(traits: Traits) -> Plan | None:
     device, asked = traits.device, traits.asked
     if not (traits.short_parts and traits.can_cut and traits.levels) or traits.sums:
         return None
-    long = traits.columns_stay and traits.blocks_with_columns > 2
-    long = long and not traits.shifted
+    long = traits.columns_stay and traits.blocks_with_columns > 2 and not traits.shifted
     several = traits.cheap and len(traits.wholes) > 1 and not traits.columns
     wanted = long or (traits.few_rows and several)
     if "lag" not in asked and (not wanted or any(a in asked for a in OTHER_SCHEDULES)):

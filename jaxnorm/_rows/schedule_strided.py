@@ -137,7 +137,7 @@ class _Strided:
         side = max(side, 32 // lanes)
         while side > 1 and side * lanes > THREADS_MAX:
             side //= 2
-        return side, (side * lanes if side * lanes > 32 else 128)
+        return side, (side * lanes if side * lanes > 32 else SMALL_BLOCK)
 
     def _slots(self, lanes, cluster) -> int:
         return -(-self.program.width // (lanes * cluster))
@@ -162,31 +162,28 @@ class _Strided:
             return  # to read a part of a row at a time costs nothing
         if not self.busy:
             yield piece, 2 * THREADS // piece, 2 * THREADS, 1, WORDS
-        if self.device.clusters:
-            words = min(WORDS_OF_CLUSTER, COLUMNS_OF_CLUSTER * (self.words + self.kept_words))
-            for cluster in (2, 4, 8):
-                yield piece, SMALL_BLOCK // piece, SMALL_BLOCK, cluster, words
-            for threads in (THREADS, 2 * THREADS):
-                yield piece, threads // piece, threads, 8, WORDS
-        yield from self._large_blocks()
+        words = min(WORDS_OF_CLUSTER, COLUMNS_OF_CLUSTER * (self.words + self.kept_words))
+        yield from self._shapes_of_long_rows(SMALL_BLOCK, words)
 
     def _shapes_of_sums(self):
         """Shapes where there are sums over rows, for which each block stays for many rows."""
-        line, piece = self._side(LINE), self._side(PIECE)
-        for side in dict.fromkeys((line, piece)):
+        words = WORDS if self.kept_words else WORDS_SUMS
+        for side in dict.fromkeys((self._side(LINE), self._side(PIECE))):
             for threads in self._sizes(side, 64, THREADS):
-                yield side, threads // side, threads, 1, WORDS_SUMS
+                yield side, threads // side, threads, 1, words
+        yield from self._shapes_of_long_rows(THREADS, words)
+
+    def _shapes_of_long_rows(self, threads, words):
+        """Clusters of blocks with so many threads, which have so many words; larger blocks in clusters, and alone."""
+        piece = self._side(PIECE)
         if self.device.clusters:
             for cluster in (2, 4, 8):
-                yield piece, THREADS // piece, THREADS, cluster, WORDS_SUMS
-            for threads in (THREADS, 2 * THREADS):
-                yield piece, threads // piece, threads, 8, WORDS
-        yield from self._large_blocks()
-
-    def _large_blocks(self):
-        for side in (self._side(PIECE), self._side(SECTOR)):
-            for threads, words in ((2 * THREADS, WORDS), (THREADS_MAX, WORDS_OF_LARGEST)):
-                yield side, threads // side, threads, 1, words
+                yield piece, threads // piece, threads, cluster, words
+            for larger in (THREADS, 2 * THREADS):
+                yield piece, larger // piece, larger, 8, WORDS
+        for side in (piece, self._side(SECTOR)):
+            for larger, words in ((2 * THREADS, WORDS), (THREADS_MAX, WORDS_OF_LARGEST)):
+                yield side, larger // side, larger, 1, words
 
     def _sizes(self, side, least, most) -> list[int]:
         """Sizes of blocks. Those with which the fewest threads have a slot less come first."""

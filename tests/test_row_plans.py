@@ -79,7 +79,7 @@ log_probability_entropy forward          512 4x8*8      1 512x2   stream       0
 log_probability_entropy backward       4*512 8x8        1 512x1   ring 2       0 persistent
 dropout_residual_layer_norm forward      256 2x8        1 256x2   registers    1
 dropout_residual_layer_norm backward    4*32 4x8        1 32x2    ring 3       0 persistent hoist
-layer_norm_gelu_4095 forward             192 3x8        1 192x3   ring 2       0 persistent hoist shifted
+layer_norm_gelu_4095 forward             128 5x8        1 128x3   ring 2       0 persistent hoist shifted
 layer_norm_gelu_4095 backward            192 3x8        1 192x2   ring 2       1 persistent hoist shifted
 channel_softmax forward                   32 32x1      32 256x2   registers    0 side 8
 channel_softmax backward                2*16 32x1      32 128x2   registers    1 side 8

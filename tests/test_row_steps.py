@@ -290,12 +290,12 @@ layer_norm 64x131072 forward           8*512 4x8        1 576x1   ring 6       0
 layer_norm 64x131072 backward          33*256 2x8        1 512x1   ring 14      0 persistent hoist 4 groups, lag 6
 rms_norm 64x131072 forward             8*512 4x8        1 544x1   ring 5       0 persistent hoist lag 2
 rms_norm 64x131072 backward            33*256 2x8        1 512x1   ring 14      0 persistent hoist 4 groups, lag 8
-softmax 64x131072 forward              2*1024 2x8*4      1 1024x1  ring 6       0 persistent
+softmax 64x131072 forward              8*512 4x8        1 640x1   ring 4       0 persistent 16 groups, lag 4
 softmax 64x131072 backward             8*512 4x8        1 544x1   ring 3       0 persistent lag 1
-log_softmax 64x131072 forward          2*1024 2x8*4      1 1024x1  ring 6       0 persistent
+log_softmax 64x131072 forward          8*512 4x8        1 640x1   ring 4       0 persistent 16 groups, lag 4
 log_softmax 64x131072 backward         8*512 4x8        1 544x1   ring 3       0 persistent lag 1
 cross_entropy 64x131072 forward         1024 4x8*4      1 1024x1  stream       0
-cross_entropy 64x131072 backward       2*1024 2x8*4      1 1024x1  ring 6       0 persistent
+cross_entropy 64x131072 backward       8*512 4x8        1 640x1   ring 4       0 persistent 16 groups, lag 4
 layer_norm 32x65536 forward            8*512 2x8        1 640x1   ring 2       0 persistent hoist 16 groups, lag 1
 layer_norm 32x65536 backward           32*256 1x8        1 768x1   ring 8       0 persistent hoist 4 groups, lag 4
 rms_norm 32x65536 forward              8*512 2x8        1 576x1   ring 2       0 persistent hoist 16 groups, lag 2
@@ -399,8 +399,12 @@ def test_resources(shape, architecture):
 def test_where_rows_are_shared():
     """Few rows that are long, whose number is known, on a GPU with bulk copies."""
     assert plan_of("softmax", "forward", 32, 131072).grid
-    for rows, columns in ((64, 131072), (32, 32768), (32, 131072 + 1)):
+    # More rows of one array are shared if all blocks together hold them, and the array is written too.
+    for rows, columns in ((64, 131072), (96, 131072), (80, 65536)):
+        assert plan_of("softmax", "forward", rows, columns).grid == 16
+    for rows, columns in ((100, 131072), (96, 151936), (32, 32768), (32, 131072 + 1)):
         assert not plan_of("softmax", "forward", rows, columns).grid
+    assert not plan_of("cross_entropy", "forward", 64, 131072).grid
     assert not plan_of("softmax", "forward", 32, 131072, DEVICES[80]).grid
     assert not plan_of("softmax", "forward", 32, 131072, source="stream").grid
     assert not plan_of("softmax", "forward", 32, 131072, grid=0).grid

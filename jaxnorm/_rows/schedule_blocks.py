@@ -7,6 +7,10 @@ from jaxnorm._rows.plan import THREADS_MAX, Plan
 from jaxnorm._rows.shared_memory import hoisted_layout, shared_bytes, stage_bytes
 from jaxnorm._rows.traits import Traits
 
+# Threads of a block that leave room for several of them, which take turns.
+SMALL_BLOCK = 128
+# Such blocks of a multiprocessor where clusters sum rows up: each cluster writes partial sums.
+CLUSTERED_BLOCKS = 2
 # Rows of a block, at least, that adds up groups of rows with more than 128 threads a multiprocessor: each block writes
 # partial sums of its groups.
 GROUP_ROWS = 48
@@ -46,13 +50,13 @@ def block_numbers(traits: Traits, plan: Plan) -> list[int]:
     """How many blocks a multiprocessor may have: more threads hide more latency, fewer have more registers."""
     elements = plan.slots * plan.vector * traits.panels
     if traits.sums and (traits.heavy or traits.levels) and not traits.columns_vary:
-        if plan.cluster > 1 and plan.threads <= 128:
-            return [2]  # each group of such blocks writes partial sums
+        if plan.cluster > 1 and plan.threads <= SMALL_BLOCK:
+            return [CLUSTERED_BLOCKS]
         return [blocks_of_sums(traits, plan.threads, plan.lanes, elements)]
     if plan.source == "ring" and traits.stays_for_columns:
         return [-(-(512 if elements <= 24 else 256) // plan.threads)]
     if plan.source == "ring" and traits.reads_columns_once:
-        return [round(512 / plan.threads)]
+        return [round((384 if plan.threads <= SMALL_BLOCK else 512) / plan.threads)]
     threads = (1024, 896, 768, 640, 512)
     if traits.sums or (traits.heavy and traits.levels) or plan.lanes < 32:
         threads = (512,)

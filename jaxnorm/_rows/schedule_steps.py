@@ -39,8 +39,11 @@ EXCHANGERS = 8
 EXCHANGE_BYTES = 56 * 1024
 # A block reads and writes a row of so many bytes in the time of two exchanges: shorter rows are not shared.
 LEAST_ROW_BYTES = 128 * 1024
-# Without sums over rows, clusters keep up with more rows: each of them works on a row of its own.
-ROWS = 48
+# Without sums over rows, clusters keep up with more rows: each of them works on a row of its own. The second number is
+# for rows of one array that all blocks together hold: a group reads all of its rows before it writes one.
+ROWS, HELD_ROWS = 48, 96
+# The part of the blocks' shared memory that rows may fill if all blocks together hold them.
+HELD_PART = 0.9
 # The most groups of blocks. A group has one row if there is one exchange and there are no operands of columns, unless
 # the row is written too and each block has more bytes of it: such rows are better read while other ones are written.
 GROUPS, PART_OF_ONE_ROW = 16, 48 * 1024
@@ -208,8 +211,16 @@ def _is_shared_by_grid(traits: Traits, rows: int, crowded: bool) -> bool:
     if traits.sums:
         most_rows, least_bytes = ROWS_OF_SUMS * traits.device.multiprocessors, LEAST_ROW_BYTES // 2
     else:
-        most_rows, least_bytes = ROWS, LEAST_ROW_BYTES
+        alone = len(traits.wholes) == 1 and not traits.columns and traits.written_bytes
+        most_rows = HELD_ROWS if alone and _are_held(traits, rows) else ROWS
+        least_bytes = LEAST_ROW_BYTES
     return (crowded or rows <= most_rows) and traits.row_bytes >= least_bytes
+
+
+def _are_held(traits: Traits, rows: int) -> bool:
+    """Whether the shared memory of all blocks has all rows."""
+    room = HELD_PART * traits.device.multiprocessors * traits.device.shared_bytes
+    return rows * traits.row_bytes <= room
 
 
 def _part_of_grid(traits: Traits, blocks) -> int:
@@ -224,8 +235,7 @@ def _groups(traits: Traits, rows: int) -> int:
     if traits.levels == 1 and rows <= GROUPS and not has_columns:
         # Rows that all blocks together hold.
         elements = traits.slots * traits.slot_elements
-        room = 0.9 * traits.device.shared_bytes / traits.row_bytes
-        holds = rows <= multiprocessors * min(room, LANES * ELEMENTS / elements)
+        holds = _are_held(traits, rows) and rows <= multiprocessors * LANES * ELEMENTS / elements
         short = rows * traits.row_bytes <= multiprocessors * PART_OF_ONE_ROW
         if holds and (not traits.written_bytes or short):
             return rows  # one exchange in all
@@ -235,6 +245,6 @@ def _groups(traits: Traits, rows: int) -> int:
 
     def cost(groups) -> float:
         longest = -(-rows // groups) * _part_of_grid(traits, multiprocessors // groups)
-        return longest * (1 + 0.04 * abs(math.log2(groups / wanted)))
+        return longest * (1 + 0.1 * abs(math.log2(groups / wanted)))
 
     return min(range(max(1, wanted // 2), min(2 * wanted, most) + 1), key=cost)

@@ -3,7 +3,14 @@
 import math
 
 from jaxnorm._rows.plan import THREADS_MAX, Plan
-from jaxnorm._rows.schedule_blocks import block_numbers, blocks_of_sums, with_registers, with_stages
+from jaxnorm._rows.schedule_blocks import (
+    CLUSTERED_BLOCKS,
+    SMALL_BLOCK,
+    block_numbers,
+    blocks_of_sums,
+    with_registers,
+    with_stages,
+)
 from jaxnorm._rows.shared_memory import round_up, slots_of, stage_bytes
 from jaxnorm._rows.traits import LONG_PART, LONG_ROWS, Traits, smallest_cluster
 
@@ -17,6 +24,9 @@ MANY_COLUMNS = 8192, 28 * 1024
 SLOT_ELEMENTS = 56
 # The same of a long row that a pair of blocks holds whole.
 WHOLE_ELEMENTS = 72
+# The most elements that a thread of a small block has of a row of odd length, whose operands of columns stay in
+# registers.
+ODD_ELEMENTS = 40
 # Elements of rows that 512 threads share although more threads could: one block loads while another one writes or
 # exchanges.
 BLOCK_ELEMENTS = 20 * 1024
@@ -29,10 +39,13 @@ RING_BYTES = 48 * 1024
 WARP_COLUMNS = 40 * 32
 WARP_COLUMNS_OF_MANY_SUMS = 32 * 32
 # Longer rows that are summed up are shared by blocks of one warp, up to the most columns that a block alone would have.
-# If a multiprocessor has at most so many rows, twice as many blocks share a row, unless that leaves each of them fewer
-# columns than the last number: fewer groups of blocks write fewer partial sums.
+# If a cluster has at most so many rows, twice as many blocks share a row, unless that leaves each of them fewer columns
+# than the last number: fewer clusters write fewer partial sums.
 COLUMNS_OF_BLOCK = 512 * 24
-ROWS_OF_MULTIPROCESSOR, LEAST_COLUMNS = 32, 512
+ROWS_OF_CLUSTER, LEAST_COLUMNS = 64, 512
+# With more rows, and two sums or more, half as many blocks of several warps share a row of which one warp would have
+# fewer columns.
+WARP_COLUMNS_OF_TWO_SUMS = 1024
 
 
 def plan_of_tiles(traits: Traits, source: str) -> Plan:
@@ -115,7 +128,7 @@ class _Tiles:
             # Rows of odd length take more instructions: small blocks of a multiprocessor take turns.
             small = traits.shifted and traits.program.width > 2 * LONG_PART
             return 8 if small else traits.blocks_with_columns
-        if (cluster := self._cluster_of_warps()) > 1:
+        if (cluster := self._small_blocks()) > 1:
             return cluster
         width = traits.program.width * traits.panels
         whole = traits.room // 2
@@ -128,10 +141,10 @@ class _Tiles:
         fits = (c for c in (2, 4, 8) if traits.row_bytes <= whole * c and width <= most * c)
         return next(fits, 8)
 
-    def _cluster_of_warps(self) -> int:
-        """How many blocks of one warp share a row where there are sums over rows; 1 where a block has the row.
+    def _small_blocks(self) -> int:
+        """How many small blocks share a row where there are sums over rows; 1 where a block has the row.
 
-        Two blocks take more time than one.
+        Two blocks of one warp take more time than one block.
         """
         traits, width = self.traits, self.traits.program.width
         if (
@@ -145,10 +158,13 @@ class _Tiles:
         ):
             return 1
         cluster = smallest_cluster(width, self._warp_columns()) or 8
-        most_rows = ROWS_OF_MULTIPROCESSOR * traits.device.multiprocessors
-        has_few_rows = traits.rows is not None and traits.rows <= most_rows
-        if has_few_rows and width >= 2 * cluster * LEAST_COLUMNS:
-            cluster *= 2
+        clusters = CLUSTERED_BLOCKS * traits.device.multiprocessors // cluster
+        several = len(traits.phases.row_sums) > 1
+        if traits.rows is not None and traits.rows <= ROWS_OF_CLUSTER * clusters:
+            fills_warps = self.count % (2 * cluster * 32) == 0
+            cluster *= 2 if fills_warps and width >= 2 * cluster * LEAST_COLUMNS else 1
+        elif several and cluster > 2 and width < cluster * WARP_COLUMNS_OF_TWO_SUMS:
+            return cluster // 2
         return min(cluster, 8) if cluster > 2 else 1
 
     def _shares(self) -> tuple[int, int, int]:
@@ -171,14 +187,24 @@ class _Tiles:
             # Rows that do not fill the GPU with small blocks get the largest ones.
             most = THREADS_MAX if traits.few_rows else 256 if traits.shifted else 512
             return min(most, max(32, round_up(part, 32)))
+        if self.source == "ring" and traits.reads_columns_once and not traits.sums:
+            threads = round_up(-(-part * elements // ODD_ELEMENTS), 32)
+            if threads <= SMALL_BLOCK:
+                return threads
         if part * elements <= self._warp_columns():
             return self._lanes_of_short_row()
+        return self._lanes_of_long_row()
+
+    def _lanes_of_long_row(self) -> int:
+        traits, part, elements = self.traits, self.part, self.elements
         wanted = self._wanted_elements()
         fewest = -(-part // self._most_threads(wanted))
         wanted_slots = max(1, wanted // elements)
-        most_slots = max(fewest, wanted_slots, SLOT_ELEMENTS // elements)
         unit, weight = 32, 0.05
-        if self.source == "ring" and self.traits.stays_whole:
+        if traits.sums and self.cluster > 1:
+            fewest, weight = max(fewest, wanted_slots), 0.1
+        most_slots = max(fewest, wanted_slots, SLOT_ELEMENTS // elements)
+        if self.source == "ring" and traits.stays_whole:
             # One block of a multiprocessor computes: each of its four schedulers has as many warps.
             unit, weight, most_slots = 128, 0.2, max(fewest, WHOLE_ELEMENTS // elements)
 
@@ -289,10 +315,12 @@ class _Tiles:
         traits, sums = self.traits, self.traits.phases.row_sums
         is_long = self.count > SHORT_ROWS
         if self.cluster > 1:
-            # With two sums over rows, one row's instructions hide the other one's exchange.
+            # With two sums over rows, one row's instructions hide the other one's exchange, unless small blocks of
+            # several warps take turns. Eight blocks exchange longer.
             two = len(sums) > 1 and not traits.heavy and elements <= 16
+            takes_turns = self.cluster < 8 and 32 < threads <= SMALL_BLOCK
             fit = 4 * traits.row_bytes <= self.cluster * traits.room
-            return 2 if two and fit else 1
+            return 2 if two and fit and not takes_turns else 1
         if not is_long and not traits.columns:
             return 1
         if self.source == "ring" and traits.stays_for_columns:

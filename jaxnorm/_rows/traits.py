@@ -16,9 +16,9 @@ LONG_ROWS = 24 * 1024, 40 * 1024, 64 * 1024
 LONG_ROWS_WITH_COLUMNS = 56 * 1024
 # Elements of a row, or of a block's part of it, beyond which one block of 1024 threads is not enough.
 LONG_PART = 16 * 1024
-# Rows of odd length with operands of columns are fetched ahead if they have more bytes. Such operands are read one by
-# one, because they have no grid in common with the rows. Blocks that stay for many rows read them once.
-ODD_ROWS = 4 * 1024
+# Rows of odd length with operands of columns are fetched ahead if they, or the operands, have more bytes. Such operands
+# are read one by one, because they have no grid in common with the rows. Blocks that stay for many rows read them once.
+ODD_ROWS, ODD_COLUMNS = 4 * 1024, 6 * 1024
 # Where all arrays stay in the L2 cache, blocks fetch ahead rows of so many bytes, least and most, if each
 # multiprocessor has so many bytes of them.
 CACHED_ROWS = 256, 16 * 1024
@@ -193,7 +193,7 @@ class Traits:
     @property
     def reads_columns_once(self) -> bool:
         """Whether blocks stay for many rows of odd length, and keep the operands of columns."""
-        long = self.row_bytes > ODD_ROWS
+        long = self.row_bytes > ODD_ROWS or self.column_bytes > ODD_COLUMNS
         return self.shifted and long and bool(self.columns) and not self.columns_vary
 
     @functools.cached_property

@@ -177,7 +177,8 @@ class Reductions(Moments):
         if partials <= most:
             self._add_parts_alone(reductions, maxima, partials, read)
         else:
-            self._add_parts_together(reductions, maxima, partials, partials, read)
+            lanes = self._lanes_of_parts(partials)
+            self._add_parts_together(reductions, maxima, partials, partials, read, lanes)
 
     def _write_part(self, n, value, place, barrier):
         plan = self.plan
@@ -231,9 +232,9 @@ class Reductions(Moments):
             else:
                 w(f"{self._acc(n, u)} += factor * {value};")
 
-    def _add_parts_together(self, reductions, maxima, partials, sharers, read):
-        """Lanes add up a part each, or every 32nd part, and exchange. `sharers` parts make a row."""
-        w, some, lanes = self.w, self._some_parts(partials), self._lanes_of_parts(partials)
+    def _add_parts_together(self, reductions, maxima, partials, sharers, read, lanes):
+        """So many lanes add up a part each, or every 32nd part, and exchange. `sharers` parts make a row."""
+        w, some = self.w, self._some_parts(partials, lanes)
         first = [*maxima, *self._independent(reductions, maxima)]
         known = self._known_counts(reductions, sharers // partials)
         of_moments = [n for m in self._moments(reductions) for n in m if n not in known]
@@ -269,10 +270,10 @@ class Reductions(Moments):
         """
         return min(32, max(2, 1 << (partials - 1).bit_length()))
 
-    def _some_parts(self, partials) -> str:
-        if partials > 32:
-            return f"for (int q = lane_of_warp; q < {partials}; q += 32)"
-        return f"if (const int q = lane_of_warp % {self._lanes_of_parts(partials)}; q < {partials})"
+    def _some_parts(self, partials, lanes) -> str:
+        if partials > lanes:
+            return f"for (int q = lane_of_warp; q < {partials}; q += {lanes})"
+        return f"if (const int q = lane_of_warp % {lanes}; q < {partials})"
 
     def _maxima(self, reductions):
         """Maxima below which other reductions of the phase sum."""

@@ -229,7 +229,7 @@ class StridedEmitter(Emitter):
     def _lanes_of_parts(self, partials) -> int:
         return 32
 
-    def _some_parts(self, partials) -> str:
+    def _some_parts(self, partials, lanes) -> str:
         side = self.plan.side
         return f"for (int q = lane_of_warp / {side}; q < {partials}; q += {32 // side})"
 

@@ -123,6 +123,28 @@ def test_schedules(asked, columns):
 
 
 @on_cpu
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"grid": 2, "cluster": 3, "stages": 4, "lag": 1},
+        {"source": "ring", "cluster": 4, "lanes": 64, "lag": 1},
+        {"source": "ring", "cluster": 4, "lanes": 64},
+        {"source": "registers", "lanes": 192},
+    ],
+)
+def test_any_order(asked, order):
+    """All lanes read the first part. Which lane, warp or block comes first changes no bit."""
+    x = rows_of(1536, "bfloat16")
+    arrays = [x, np.ones(1536, np.float32), np.zeros(1536, np.float32)]
+    closed = jax.make_jaxpr(layer_norm)(*arrays)
+    plan = schedule(simplified(closed), H100, **asked)
+    wanted = emulated(closed, arrays, plan)
+    for a, b in zip(emulated(closed, arrays, plan, order=order), wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@on_cpu
 @pytest.mark.parametrize("columns", [5, 200, 1024, 5000])
 def test_rows_side_by_side(columns):
     check(rows_of(columns, "bfloat16").T, axis=0)

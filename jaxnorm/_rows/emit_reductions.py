@@ -177,8 +177,7 @@ class Reductions(Moments):
         if partials <= most:
             self._add_parts_alone(reductions, maxima, partials, read)
         else:
-            lanes = self._lanes_of_parts(partials)
-            self._add_parts_together(reductions, maxima, partials, partials, read, lanes)
+            self._add_parts_together(reductions, maxima, partials, partials, read)
 
     def _write_part(self, n, value, place, barrier):
         plan = self.plan
@@ -232,8 +231,9 @@ class Reductions(Moments):
             else:
                 w(f"{self._acc(n, u)} += factor * {value};")
 
-    def _add_parts_together(self, reductions, maxima, partials, sharers, read, lanes):
-        """So many lanes add up a part each, or every 32nd part, and exchange. `sharers` parts make a row."""
+    def _add_parts_together(self, reductions, maxima, partials, sharers, read, lanes=None):
+        """Lanes add up a part each, or every 32nd part, and exchange. `sharers` parts make a row."""
+        lanes = lanes or self._lanes_of_parts(partials)
         w, some = self.w, self._some_parts(partials, lanes)
         first = [*maxima, *self._independent(reductions, maxima)]
         known = self._known_counts(reductions, sharers // partials)

@@ -220,21 +220,20 @@ class Steps(Sums, Reductions, abc.ABC):
                 self._declare_accumulator(n, 0)
             w(f"barrier_wait({self._barrier('summed', level)}, {self._parity()});")
             of_warps = functools.partial(part, "parts", self._warps)
-            lanes = self._lanes_of_parts(self._warps)
             self._add_parts_together(
-                reductions, maxima, self._warps, self._warps * blocks, of_warps, lanes
+                reductions, maxima, self._warps, self._warps * blocks, of_warps
             )
             words = [f"*(u32*)&{self._acc(n, 0)}" for n in reductions]
             if blocks > 1:
-                lanes = self._lanes_of_parts(blocks)
                 if plan.grid:
                     self._exchange_posts(level, reductions, words)
-                    lanes = 32  # each of them reads what it has gathered itself
                 else:
                     known = self._known_counts(reductions, blocks)
                     sent = {k: words[k] for k, n in enumerate(reductions) if n not in known}
                     self._exchange_in_cluster(level, sent)
                 of_blocks = functools.partial(part, "gathered", blocks)
+                # In a grid, a lane adds up the parts that it has copied itself. Moments also read the first part.
+                lanes = 32 if plan.grid else None
                 self._add_parts_together(reductions, maxima, blocks, blocks, of_blocks, lanes)
             with w.block("if (lane_of_warp == 0)"):
                 w(f"u32* const results = {self._results()} + {sum(self.words[:level])};")
@@ -288,6 +287,7 @@ class Steps(Sums, Reductions, abc.ABC):
                 low, high = [*words, "0u"][POST_WORDS * post :][:POST_WORDS]
                 w(f"post_write(own_posts + ({post * blocks} + rank) * 16, to_u64({low}, {high}));")
         self._gather(reductions, posts)
+        w("__syncwarp();")
 
     def _clear_posts(self, level):
         """Counts this block as one that has read a row's posts. The last one removes their tags.

@@ -1,7 +1,7 @@
 """Long rows that are fetched in parts: a stage of a block's ring has a part of a row."""
 
 from jaxnorm._rows.plan import THREADS_MAX, Plan
-from jaxnorm._rows.schedule_blocks import with_registers, with_stages
+from jaxnorm._rows.schedule_blocks import SMALL_BLOCK, with_registers, with_stages
 from jaxnorm._rows.shared_memory import exchanged_words, round_up
 from jaxnorm._rows.traits import LONG_PART, Traits, smallest_cluster
 
@@ -12,7 +12,7 @@ ELEMENTS = 16
 # Partial results of an exchange from which on blocks are small. Their rings have the parts of one row, so that a
 # multiprocessor has several such blocks: one computes while another one exchanges.
 MANY_WORDS = 4
-SMALL_CLUSTER, SMALL_BLOCK, ELEMENTS_OF_SMALL_BLOCK = 8, 128, 32
+SMALL_CLUSTER, ELEMENTS_OF_SMALL_BLOCK = 8, 32
 
 
 def are_in_parts(traits: Traits) -> bool:

@@ -13,6 +13,7 @@ from jaxnorm._rows.equations import NotARowProgram
 from jaxnorm._rows.graph import Node
 from jaxnorm._rows.kept import with_kept
 from jaxnorm._rows.plan import REGISTERS, REGISTERS_MAX, THREADS_MAX, Plan
+from jaxnorm._rows.schedule_blocks import SMALL_BLOCK
 from jaxnorm._rows.shared_memory import shared_bytes
 from jaxnorm._rows.traits import BUSY_INSTRUCTIONS, Traits
 
@@ -29,7 +30,6 @@ WORDS_OF_CLUSTER, COLUMNS_OF_CLUSTER = 128, 32
 # Instructions for an element, in all phases, from which on one value of each element stays in registers too.
 KEPT_INSTRUCTIONS = 30
 THREADS = 256  # of a block, where that is enough
-SMALL_BLOCK = 128  # threads
 REGISTERS_OTHER = 26  # for addresses, counters and intermediate results
 
 

@@ -43,8 +43,8 @@ WARP_COLUMNS_OF_MANY_SUMS = 32 * 32
 # than the last number: fewer clusters write fewer partial sums.
 COLUMNS_OF_BLOCK = 512 * 24
 ROWS_OF_CLUSTER, LEAST_COLUMNS = 64, 512
-# With more rows, and two sums or more, half as many blocks of several warps share a row of which one warp would have
-# fewer columns.
+# With two sums or more over many rows, a block of one warp has at least so many columns. Where it would have fewer,
+# half as many blocks of several warps share a row.
 WARP_COLUMNS_OF_TWO_SUMS = 1024
 
 
@@ -159,11 +159,12 @@ class _Tiles:
             return 1
         cluster = smallest_cluster(width, self._warp_columns()) or 8
         clusters = CLUSTERED_BLOCKS * traits.device.multiprocessors // cluster
-        several = len(traits.phases.row_sums) > 1
+        has_two_sums = len(traits.phases.row_sums) > 1
         if traits.rows is not None and traits.rows <= ROWS_OF_CLUSTER * clusters:
             fills_warps = self.count % (2 * cluster * 32) == 0
-            cluster *= 2 if fills_warps and width >= 2 * cluster * LEAST_COLUMNS else 1
-        elif several and cluster > 2 and width < cluster * WARP_COLUMNS_OF_TWO_SUMS:
+            if fills_warps and width >= 2 * cluster * LEAST_COLUMNS:
+                cluster *= 2
+        elif cluster > 2 and has_two_sums and width < cluster * WARP_COLUMNS_OF_TWO_SUMS:
             return cluster // 2
         return min(cluster, 8) if cluster > 2 else 1
 

@@ -72,6 +72,7 @@ PROGRAMS = {
     "random": (dropout, KEY, (33, 256), {}),
     "shared rows": (table.softmax, ("whole",), (9, 16384), {"grid": 2, "cluster": 4, "lag": 1}),
     "shared rows with sums": (table.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5}),
+    "shared rows with moments": (jaxnorm.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5}),
     "shared rows in few stages": (
         table.layer_norm, NORM, (9, 16384), {"grid": 1, "cluster": 5, "stages": 4},
     ),

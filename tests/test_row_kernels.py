@@ -1,5 +1,6 @@
 """The CUDA text of row programs, run on the CPU under many schedules against float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -119,13 +120,17 @@ def test_cases(name, direction, schedule_name):
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("sizes", [(1101, 1024), (5003, 128)])
+@pytest.mark.parametrize(
+    ("sizes", "multiprocessors", "source"),
+    [((1101, 1024), 132, "ring"), ((5003, 128), 16, "ring"), ((5003, 128), 132, "registers")],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_arrays_in_the_cache(name, sizes, dtype):
+def test_arrays_in_the_cache(name, sizes, multiprocessors, source, dtype):
     """More rows than blocks take at a time, the last ones fewer: the schedule of arrays that the L2 cache keeps."""
     closed, arrays, exact = prepared(name, "forward", sizes, dtype)
-    assert schedule(simplified(closed), H100).source == "ring"
-    found = emulated(closed, arrays, resident_blocks=3)
+    plan = schedule(simplified(closed), dataclasses.replace(H100, multiprocessors=multiprocessors))
+    assert (plan.source, plan.hoist) == (source, "registers")
+    found = emulated(closed, arrays, plan, resident_blocks=3)
     for got, want in zip(found, exact, strict=True):
         assert error(got, want) < TOLERANCE[dtype]
 

@@ -106,7 +106,7 @@ class _Tiles:
             rows_at_once=at_once,
             passes=passes,
             persistent=self.persistent,
-            hoist=self._hoist(slots * self.elements) if rounds == 1 else "",
+            hoist=self._hoist(lanes, slots * self.elements) if rounds == 1 else "",
             hold_shared=in_ring and not (self.cluster > 1 and len(traits.wholes) == 1),
             shifted=traits.shifted,
         )
@@ -284,20 +284,17 @@ class _Tiles:
     # ---- threads and rows of a block ----
 
     def _threads(self, lanes, rounds) -> int:
-        if (
-            lanes > 32
-            or self.cluster > 1
-            or self.traits.shifted
-            or (rounds > 1 and self.traits.sums)
-        ):
+        traits = self.traits
+        if lanes > 32 or self.cluster > 1 or traits.shifted or (rounds > 1 and traits.sums):
             threads = lanes
         else:
-            threads = max(lanes, 128 if lanes == 32 else 256)
+            one_row = traits.columns and traits.reduces_side_by_side and not self.persistent
+            threads = max(lanes, SMALL_BLOCK if lanes == 32 or one_row else 256)
         threads = self.asked.get("threads") or threads
         while (
             self.source == "ring"
             and lanes <= 32 < threads
-            and 2 * threads // lanes * self.traits.row_bytes > self.traits.room
+            and 2 * threads // lanes * traits.row_bytes > traits.room
         ):
             threads //= 2
         return threads
@@ -314,7 +311,7 @@ class _Tiles:
 
     def _wanted_rows(self, groups, elements, threads) -> int:
         traits, sums = self.traits, self.traits.phases.row_sums
-        is_long = self.count > SHORT_ROWS
+        is_long, shares_warp = self.count > SHORT_ROWS, groups * 32 > threads
         if self.cluster > 1:
             # With two sums over rows, one row's instructions hide the other one's exchange, unless small blocks of
             # several warps take turns. Eight blocks exchange longer.
@@ -334,8 +331,8 @@ class _Tiles:
             # The rows of a group share operands of columns.
             return 4 if elements <= 16 and len(sums) <= 2 else 2
         if sums and traits.levels == 1:
-            shares_warp = self.source == "ring" and groups * 32 > threads
-            return 2 if shares_warp or self._few_threads(threads, groups, elements) else 1
+            ring_shares_warp = self.source == "ring" and shares_warp
+            return 2 if ring_shares_warp or self._few_threads(threads, groups, elements) else 1
         if sums:
             # Nothing but the operands' latency keeps a thread waiting where there are no reductions.
             return 2 if is_long and not traits.levels else 1
@@ -347,7 +344,8 @@ class _Tiles:
             return 1
         if traits.shared_rows:
             return 2 if elements > 8 else 4 if is_long else 1
-        return 1 if traits.levels and is_long else 2
+        one_row = is_long or (shares_warp and traits.reduces_side_by_side)
+        return 1 if traits.levels and one_row else 2
 
     def _few_threads(self, threads, groups, elements) -> bool:
         """Whether the blocks of a program with sums over rows have so few threads that each works on two rows."""
@@ -377,17 +375,22 @@ class _Tiles:
             return 4
         return 2 if self.traits.shifted else min(4, RING_BYTES // stage)
 
-    def _hoist(self, elements) -> str:
-        """Where column operands stay, of which a thread has as many elements as of the row."""
-        if not self.persistent or not self.traits.columns:
+    def _hoist(self, lanes, elements) -> str:
+        """Where column operands stay, of which a thread has as many elements as of the row.
+
+        Where rows share a warp, registers hold them beside the rows even if a block has one tile: the loads do not wait
+        for the rows' reductions then. Arrays that exceed the L2 cache gain nothing by that.
+        """
+        traits = self.traits
+        beside_row = traits.levels and lanes < 32 and traits.in_cache
+        if not traits.columns or not (self.persistent or beside_row):
             return ""
         if "hoist" in self.asked:
             return self.asked["hoist"]
-        traits = self.traits
         most = 16 if traits.heavy else SLOT_ELEMENTS if traits.shifted and not traits.sums else 32
         if elements <= most:
             return "registers"
-        return "shared"
+        return "shared" if self.persistent else ""
 
 
 def _power_of_2(n) -> int:

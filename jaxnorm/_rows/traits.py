@@ -20,9 +20,10 @@ LONG_PART = 16 * 1024
 # are read one by one, because they have no grid in common with the rows. Blocks that stay for many rows read them once.
 ODD_ROWS, ODD_COLUMNS = 4 * 1024, 6 * 1024
 # Where all arrays stay in the L2 cache, blocks fetch ahead rows of so many bytes, least and most, if each
-# multiprocessor has so many bytes of them.
+# multiprocessor has so many bytes of them. The second number is for rows of at most FEW_COLUMNS, which share a warp:
+# blocks that have one tile begin sooner.
 CACHED_ROWS = 256, 16 * 1024
-CACHED_PART = 8 * 1024
+CACHED_PART, FEW_COLUMNS = (8 * 1024, 56 * 1024), 256
 # So they do for rows between these numbers of columns, if operands of columns have four times their bytes. Up to the
 # last number, a multiple of 256 columns fills whole warps, whose registers hold the row and what is loaded beside it.
 NARROW_ROWS, COLUMNS_OF_WARPS, FULL_WARPS = (512, 1280), 256, 1024
@@ -131,6 +132,11 @@ class Traits:
         """Elements of a slot, in all panels."""
         return self.panels * self.vector
 
+    @property
+    def reduces_side_by_side(self) -> bool:
+        """Whether a phase has several reductions: each one's exchange hides the latency of the others'."""
+        return any(len(reductions) > 1 for reductions in self.phases.reductions)
+
     # ---- rows ----
 
     @functools.cached_property
@@ -156,27 +162,33 @@ class Traits:
         """Bytes of a row that are written."""
         return sum((o.layout.columns or 1) * o.dtype.itemsize for o in self.phases.wholes)
 
+    @property
+    def in_cache(self) -> bool:
+        """Whether the L2 cache holds all rows and results."""
+        moved = self.row_bytes + self.written_bytes
+        return self.rows is not None and self.rows * moved <= self.device.l2_bytes
+
     @functools.cached_property
     def stays_for_columns(self) -> bool:
         """Whether blocks stay for many rows because operands of columns, read for each, would take more time than rows.
 
         The rows and results are in the L2 cache, or the operands have many bytes for each of the row.
         """
-        row_bytes = self.row_bytes / max(1, len(self.wholes))
+        width = self.program.width
+        part = CACHED_PART[width <= FEW_COLUMNS]
         if (
             not self.columns
             or (self.sums or self.heavy or self.columns_vary or self.shifted)
             or self.rows is None
-            or self.rows * row_bytes < self.device.multiprocessors * CACHED_PART
+            or self.rows * self.row_bytes < self.device.multiprocessors * part
         ):
             return False
-        width = self.program.width
         narrow = NARROW_ROWS[0] < width <= NARROW_ROWS[1]
         in_full_warps = width <= FULL_WARPS and width % COLUMNS_OF_WARPS == 0
         if narrow and not in_full_warps and self.column_bytes >= 4 * self.row_bytes:
             return True
-        in_cache = self.rows * (self.row_bytes + self.written_bytes) <= self.device.l2_bytes
-        return in_cache and CACHED_ROWS[0] <= row_bytes <= CACHED_ROWS[1]
+        least, most = CACHED_ROWS
+        return self.in_cache and least <= self.row_bytes / max(1, len(self.wholes)) <= most
 
     # ---- operands of columns ----
 

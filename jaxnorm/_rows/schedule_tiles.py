@@ -288,6 +288,7 @@ class _Tiles:
         if lanes > 32 or self.cluster > 1 or traits.shifted or (rounds > 1 and traits.sums):
             threads = lanes
         else:
+            # Threads have one row then, as `_wanted_rows` says.
             one_row = traits.columns and traits.reduces_side_by_side and not self.persistent
             threads = max(lanes, SMALL_BLOCK if lanes == 32 or one_row else 256)
         threads = self.asked.get("threads") or threads

@@ -45,7 +45,9 @@ print(json.dumps([len(sources), cached]))
 
 def run(*arguments, cache):
     env = {**os.environ, "JAXNORM_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    # The installed package, and not ./jaxnorm of the working directory, which has no compiled modules.
+    command = [sys.executable, "-P", *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -288,9 +288,7 @@ class _Tiles:
         if lanes > 32 or self.cluster > 1 or traits.shifted or (rounds > 1 and traits.sums):
             threads = lanes
         else:
-            # Threads have one row then, as `_wanted_rows` says.
-            one_row = traits.columns and traits.reduces_side_by_side and not self.persistent
-            threads = max(lanes, SMALL_BLOCK if lanes == 32 or one_row else 256)
+            threads = max(lanes, SMALL_BLOCK if lanes == 32 or self._one_row_suffices else 256)
         threads = self.asked.get("threads") or threads
         while (
             self.source == "ring"
@@ -345,8 +343,14 @@ class _Tiles:
             return 1
         if traits.shared_rows:
             return 2 if elements > 8 else 4 if is_long else 1
-        one_row = is_long or (shares_warp and traits.reduces_side_by_side)
+        one_row = is_long or (shares_warp and self._one_row_suffices)
         return 1 if traits.levels and one_row else 2
+
+    @property
+    def _one_row_suffices(self) -> bool:
+        """Whether one row that shares a warp keeps a thread busy: a phase has several reductions, which overlap."""
+        several = any(len(reductions) > 1 for reductions in self.traits.phases.reductions)
+        return several and bool(self.traits.columns) and not self.persistent
 
     def _few_threads(self, threads, groups, elements) -> bool:
         """Whether the blocks of a program with sums over rows have so few threads that each works on two rows."""

@@ -132,11 +132,6 @@ class Traits:
         """Elements of a slot, in all panels."""
         return self.panels * self.vector
 
-    @property
-    def reduces_side_by_side(self) -> bool:
-        """Whether a phase has several reductions: each one's exchange hides the latency of the others'."""
-        return any(len(reductions) > 1 for reductions in self.phases.reductions)
-
     # ---- rows ----
 
     @functools.cached_property
